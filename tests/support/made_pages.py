@@ -22,9 +22,10 @@ from drivetrain.measure.bisect.bisect import NAMED, BisectSettings, ChangeSearch
 from drivetrain.measure.certify import certify, judge
 from drivetrain.measure.certify.judge import Trace, TracedTensor
 from drivetrain.measure.intervals import Interval
+from drivetrain.measure.profile.attribution import CodeLine
 from drivetrain.measure.profile.doctor import Diagnosis, Problem
 from drivetrain.measure.profile.doctor import sheet as doctor_sheet
-from drivetrain.measure.profile.step import CodeLine, Turn
+from drivetrain.measure.profile.step import Turn
 from drivetrain.measure.report import report
 from drivetrain.measure.tune import tune
 from drivetrain.measure.tune.tune import RangeTest

@@ -17,8 +17,8 @@ from drivetrain.core.step.source import Source
 from drivetrain.data.base import FileSets, HeldOut, Splits, Validation
 from drivetrain.data.decoding import ImageFileSource
 from drivetrain.data.images import PictureData
-from drivetrain.data.schema import TargetReader
 from drivetrain.data.tables import Cells, Words, typed
+from drivetrain.data.target_reader import TargetReader
 from drivetrain.data.text import TextData, tell_cut
 from drivetrain.data.tokenizer import Tokenizer
 from drivetrain.data.untrusted import read_image_file

@@ -29,6 +29,7 @@ from drivetrain.data.base import (
     hash_fractions,
     measure_on_some,
 )
+from drivetrain.data.cell_formats import words_of
 from drivetrain.data.decoding import (
     CropShare,
     Decoding,
@@ -43,9 +44,10 @@ from drivetrain.data.decoding import (
 )
 from drivetrain.data.listing import IMAGES as IMAGES
 from drivetrain.data.listing import Folder, one_form
-from drivetrain.data.schema import TableSchema, TargetReader, check_names, columns_of, named, words_of
+from drivetrain.data.schema import TableSchema, check_names, columns_of, named
 from drivetrain.data.tables import KINDS, Cells, absent, open_table
 from drivetrain.data.tabular import KEPT, Delimiter, Known, form_of, names_of
+from drivetrain.data.target_reader import TargetReader
 from drivetrain.data.untrusted import as_kept, read_image_file
 
 IMAGENET = [255 * m for m in (0.485, 0.456, 0.406)], [255 * s for s in (0.229, 0.224, 0.225)]  # mean, standard deviation

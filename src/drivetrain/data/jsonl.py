@@ -20,7 +20,7 @@ from drivetrain.core.step.source import Source
 from drivetrain.data import tables
 from drivetrain.data.base import IGNORE_INDEX, FromFile, Inputs, Listed, Splits, hash_fraction, hash_fractions
 from drivetrain.data.listing import walk
-from drivetrain.data.schema import TargetReader
+from drivetrain.data.target_reader import TargetReader
 from drivetrain.data.text import LabelledTexts, TextData, Texts, tell_cut
 from drivetrain.data.tokenizer import (
     KEPT,

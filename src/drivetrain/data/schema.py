@@ -2,75 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import date, datetime
-from typing import Any, Literal, Self, get_args
+from datetime import date
+from typing import Any, Literal, get_args
 
 from drivetrain.core.errors import DataError, UserError, did_you_mean
 from drivetrain.core.lazy import arrow_compute as pc
 from drivetrain.core.lazy import numpy as np
-from drivetrain.core.lazy import pyarrow as pa
 from drivetrain.core.lazy import torch
 from drivetrain.core.machine.files import parse_json
-from drivetrain.core.step.source import Source
-from drivetrain.core.step.target_kinds import TargetKind
 from drivetrain.core.typed import fits
-from drivetrain.data.base import Splits, Units
-from drivetrain.data.tables import MISSING, NO_NAME, Cells, Words, absent, is_number, numbers_of, with_nan
-from drivetrain.data.untrusted import number_of_classes
-
-PARTS = ("year", "month", "day", "weekday", "hour")  # of a date; Monday is 0
-FORMS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d")  # of dates, beside ISO's
-UNIT = "[$€£¥₹₽₩₺%]|USD|EUR|GBP|CHF|JPY|INR|CNY"
-SPACES = "\u00a0\u202f"  # that do not end a line, as in 1 234
-EXACT = 2**53  # whole numbers beyond it are not told apart as floats
-
-
-@dataclass(frozen=True)
-class Style:
-    """The style in which the numbers of a column are written."""
-
-    decimal: str = "."
-    thousands: str = ""
-    unit: str = ""
-
-    def numbers(self, words: pa.StringArray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers that words stand for, NaN for those that are not of this style; and which are, bool."""
-        if self == PLAIN:
-            try:
-                return with_nan(words.cast(pa.float64())), np.ones(len(words), bool)
-            except pa.ArrowInvalid:
-                pass
-        words = self._bare(words)
-        whole = rf"(\d+|\d{{1,3}}([{self.thousands}]\d{{3}})+)" if self.thousands else r"\d+"
-        right = pc.match_substring_regex(words, rf"^[-+]?({whole}([{self.decimal}]\d*)?|[{self.decimal}]\d+)([eE][-+]?\d+)?$")
-        plain = words.filter(right)
-        if self.thousands:
-            plain = pc.replace_substring(plain, self.thousands, "")
-        values, which = np.full(len(words), np.nan), numbers_of(right)
-        values[which] = with_nan(pc.replace_substring(plain, self.decimal, ".").cast(pa.float64()))
-        return values, which
-
-    def is_of(self, words: pa.StringArray) -> bool:
-        """True if all words are numbers of this style, and its marks are among them."""
-        mark = self.thousands or self.decimal.replace(".", "")
-        return bool(numbers_of(pc.match_substring(self._bare(words), mark)).any() and self.numbers(words)[1].all())
-
-    def _bare(self, words: pa.StringArray) -> pa.StringArray:
-        """Return words without the unit, with plain spaces and signs."""
-        words = pc.replace_substring(pc.replace_substring_regex(words, f"[{SPACES}]", " "), "−", "-")
-        unit = re.escape(self.unit)
-        return pc.replace_substring_regex(words, rf"^([-+]?)\s*{unit}\s*|\s*{unit}$", r"\1") if unit else words
-
-
-PLAIN = Style()
-PLAIN_MARKS = asdict(PLAIN)
-STYLES = [(decimal, thousands) for decimal in ".," for thousands in ("", ",", ".", " ", "'") if decimal != thousands]
+from drivetrain.data.cell_formats import (
+    FORMS,
+    PARTS,
+    PLAIN,
+    PLAIN_MARKS,
+    STYLES,
+    UNIT,
+    Style,
+    date_form,
+    decimal_of,
+    read_dates,
+    styles_of,
+    words_of,
+)
+from drivetrain.data.tables import MISSING, NO_NAME, Cells, Words, absent, numbers_of
 
 
 def mean_and_std(values: np.ndarray) -> tuple[float, float]:
@@ -80,80 +40,6 @@ def mean_and_std(values: np.ndarray) -> tuple[float, float]:
     mean, variance, eps = float(values.mean()), float(values.var()), 2.0**-52
     alike = variance <= len(values) * eps * variance + (len(values) * mean * eps) ** 2
     return mean, 1.0 if alike else math.sqrt(variance)
-
-
-def as_text(number: float) -> str:
-    """Return a number as the name of a class or category: whole ones without a decimal point, as texts have them."""
-    return str(int(number)) if number.is_integer() else str(number)
-
-
-def words_of(values: np.ndarray | Words, known: Sequence[str] = ()) -> Words:
-    """Return a column's values as words. A number that is known by another text of its own, such as 007, has that one."""
-    if isinstance(values, Words):
-        return values
-    numbers, codes = np.unique(values, return_inverse=True)
-    texts: dict[float, list[str]] = {}
-    for text in known:
-        with contextlib.suppress(ValueError):
-            texts.setdefault(float(text), []).append(text)
-    words = [texts[n][0] if len(texts.get(n, ())) == 1 else as_text(n) for n in numbers[~np.isnan(numbers)].tolist()]
-    return Words(np.where(np.isnan(values), -1, codes).astype(np.int32), words)
-
-
-def styles_of(words: pa.StringArray, codes_too: bool) -> list[Style]:
-    """Return the styles in which all words are numbers, of those that give the same numbers one.
-
-    Whole numbers with a leading zero, or too large for a float, are codes.
-    """
-    numbers, right = PLAIN.numbers(words)
-    found = [(PLAIN, numbers)] if right.all() else []
-    are_whole = bool(found) and not codes_too and numbers_of(pc.match_substring_regex(words, r"^[-+]?\d+$")).all()
-    if are_whole and (numbers_of(pc.match_substring_regex(words, r"^[-+]?0\d")).any() or (np.abs(numbers) >= EXACT).any()):
-        return []
-    if found and not numbers_of(pc.match_substring_regex(words, r"^[-+]?\d{1,3}([.]\d{3})+$")).all():
-        return [PLAIN]  # no other style reads these
-    marks = pc.replace_substring_regex(words, rf"^[-+−]|[eE][-+]?\d+$|[\d.,'\s{SPACES}]", "")
-    units = pc.replace_substring(marks, "-", "").dictionary_encode().dictionary.to_pylist()
-    if len(units) == 1 and re.fullmatch(f"({UNIT})?", units[0]):
-        for style in (Style(*marks, units[0]) for marks in STYLES):
-            if style != PLAIN and style.is_of(words):
-                numbers = style.numbers(words)[0]
-                found += [] if any(np.array_equal(numbers, others) for _, others in found) else [(style, numbers)]
-    return [style for style, _ in found]
-
-
-def decimal_of(cells: Cells, styles: Mapping[str, Sequence[Style]]) -> str | None:
-    """Return the decimal mark that the columns have which can be read in one way; None where they have none, or both."""
-    found = {"." for values in cells.columns.values() if not isinstance(values, Words)}
-    for name, fitting in styles.items():
-        words = cells.columns[name]
-        if len(fitting) == 1 and isinstance(words, Words):
-            marked = numbers_of(pc.match_substring(words.words, fitting[0].decimal)).any() or fitting[0].thousands in (".", ",")
-            found |= {fitting[0].decimal} if marked else set()
-    return found.pop() if len(found) == 1 else None
-
-
-def date_form(words: Words) -> list[str | int] | None:
-    """Return the one form in which all words are dates, and how many parts they have; None where there is none."""
-    if not numbers_of(pc.match_substring_regex(words.words, r"^\d{1,4}[-./]\d{1,2}[-./]\d{1,4}([T ]\d[\d:.+-]+Z?)?$")).all():
-        return None
-    forms = [
-        form
-        for form in ("", *FORMS)
-        if read_dates(words.texts[:1], form, 4)[1].all() and read_dates(words.texts, form, 4)[1].all()
-    ]
-    times = not any(forms) and bool((read_dates(words.texts, "", 5)[0][:, 4] != 0).any())
-    return [forms[0], 4 + times] if len(forms) == 1 else None
-
-
-def read_dates(texts: Sequence[str], form: str, parts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the parts (n, parts) of dates, NaN for texts that are none of this form; and which are, bool."""
-    found = np.full((len(texts), parts), np.nan)
-    for n, text in enumerate(texts):
-        with contextlib.suppress(ValueError):
-            at = datetime.strptime(text, form) if form else datetime.fromisoformat(text)
-            found[n] = (at.year, at.month, at.day, at.weekday(), at.hour + at.minute / 60)[:parts]
-    return found, ~np.isnan(found[:, 0])
 
 
 ColumnType = Literal["number", "category", "date", "text"]
@@ -515,136 +401,3 @@ def check_names(names: Sequence[str], known: Sequence[str], setting: str, source
     for name in names:
         if name not in known:
             raise UserError(f"{setting}={name} is no column of {source}: {did_you_mean(name, known)}")
-
-
-@dataclass
-class TargetReader:
-    """Reads the targets of every source, in the columns `names` of its cells.
-
-    Their classes come from all rows of the training file, their scale from those that train. By these the targets of every other
-    set are read.
-    """
-
-    kind: TargetKind
-    names: Sequence[str]
-    setting: str  # that names the columns, for messages
-    separator: str | None = None  # between several labels in one cell
-    classes: Sequence[str] | None = None  # of the outputs, once they are known; None for values, and for numbers without names
-    numbered: bool = False  # a whole number is the number of a class, which has no name
-    hint: str = ""  # what says which cells hold no value
-    units: Units | None = None
-
-    def learn(self, rows: Cells, train: Cells) -> None:
-        """Find the classes in all rows of the training file, or the values' mean and deviation in those that train."""
-        if self.kind == "values":
-            self._numbers(rows)
-            scales = [mean_and_std(values) for values in self._numbers(train).T]
-            self.units = Units(*map(torch.tensor, zip(*scales, strict=True)))
-        elif self.kind == "labels" and self.separator is None:
-            self.classes = list(self.names)
-        elif self.classes is None:
-            values = self._column(rows)
-            if isinstance(values, Words) or self.separator is not None:
-                self.classes = sorted({name for parts in self._parts(words_of(values)) for name in parts})
-            elif not self.numbered:
-                self.classes = [as_text(number) for number in sorted(set(values.tolist()))]
-
-    def of(self, own: Splits) -> Self:
-        """Return the reader with the classes, or the mean and deviation, of a run's own data. Raises UserError."""
-        self.units, self.classes = own.units, None if own.names is None else list(own.names)
-        if self.kind == "values" and (own.units is None or len(own.units.mean) != len(self.names)):
-            raise UserError(f"{self.setting}={list(self.names)}: the run does not predict so many numbers")
-        if self.kind == "labels" and self.separator is None and self.classes not in (None, list(self.names)):
-            raise UserError(f"{self.setting}={list(self.names)}: the run's labels are {named(self.classes or ())}")
-        return self
-
-    def read(self, rows: Cells) -> torch.Tensor:
-        """Return the targets of rows: class numbers (n,) int64, labels (n, k) of 0 and 1, or standardised values (n, k)."""
-        if self.kind == "class" or self.separator is not None:
-            return self._as_numbers(rows) if self.classes is None else self._by_name(rows, self.classes)
-        values = self._numbers(rows)
-        if self.units is not None:
-            return (torch.from_numpy(values).float() - self.units.mean) / self.units.std
-        if ((values != 0) & (values != 1)).any():
-            raise DataError(f"{rows.source}: columns of labels hold 0 and 1, and {', '.join(self.names)} hold other numbers")
-        return torch.from_numpy(values).float()
-
-    def about(self, sources: Sequence[tuple[str, Source]], classes: int | None = None) -> dict[str, object]:
-        """Return what Splits say of the targets of sources, that of training first; `classes` is how many the user says.
-
-        Raises DataError for a number of a class that the data cannot have.
-        """
-        outputs = len(self.classes or self.names)
-        if self.kind == "class" and self.classes is None:
-            labels = [source.labels() for _, source in sources]
-            highest = max(int(each.max()) for each in labels if each is not None)
-            outputs = number_of_classes(highest, len(sources[0][1]), classes, self.setting)
-        return {"classes": outputs, "names": self.classes, "units": self.units}
-
-    def _column(self, rows: Cells) -> np.ndarray | Words:
-        """Return the one column of classes or labels; a row may have no labels."""
-        if len(self.names) != 1:
-            raise UserError(
-                f"{self.setting}={list(self.names)}: a class is one column: name one, or set data.kind=labels or values"
-            )
-        return self._known(rows, self.names[0]) if self.kind == "class" else rows.columns[self.names[0]]
-
-    def _known(self, rows: Cells, name: str) -> np.ndarray | Words:
-        values = rows.columns[name]
-        if (empty := absent(values)).any():
-            raise DataError(
-                f"{rows.place(int(empty.argmax()))} has no value in the target column {name}, and {int(empty.sum())} of "
-                f"{len(empty):,} rows have none: remove them{self.hint}"
-            )
-        return values
-
-    def _as_numbers(self, rows: Cells) -> torch.Tensor:
-        """Return whole numbers as those of classes."""
-        values, name = self._column(rows), self.names[0]
-        numbers = np.full(len(values), -1.0) if isinstance(values, Words) else values
-        if (wrong := (numbers < 0) | (numbers != np.rint(numbers))).any():
-            row = int(wrong.argmax())
-            found = repr(values.texts[values.codes[row]]) if isinstance(values, Words) else f"{values[row]:g}"
-            raise DataError(f"{rows.place(row)}: the class {found} of {name} is no whole number from 0 on, as others are")
-        return torch.from_numpy(numbers).long()
-
-    def _by_name(self, rows: Cells, classes: Sequence[str]) -> torch.Tensor:
-        """Return the classes or labels of words by the numbers that their names have."""
-        words = words_of(self._column(rows), classes)
-        parts, numbers = self._parts(words), {name: number for number, name in enumerate(classes)}
-        wrong = np.isin(words.codes, [n for n, names in enumerate(parts) if not numbers.keys() >= {*names}])
-        if wrong.any():
-            unknown = sorted({name for n in np.unique(words.codes[wrong]).tolist() for name in parts[n]} - numbers.keys())
-            hint = ": others have names" if self.numbered else ": if it is a number to predict, set task=regression"
-            raise DataError(
-                f"{rows.place(int(wrong.argmax()))}: no training row has the {'class' if self.kind == 'class' else 'label'} "
-                f"{named(unknown, 5)} of {self.names[0]}{hint if all(map(is_number, unknown)) else ''}"
-            )
-        codes = torch.from_numpy(words.codes).long()
-        if self.kind == "class":
-            return torch.tensor([numbers.get(name, 0) for (name,) in parts], dtype=torch.int64)[codes]
-        target = torch.zeros(len(parts) + 1, len(numbers))  # the last one is of rows without a word
-        for n, names in enumerate(parts):
-            target[n, [numbers[name] for name in names if name in numbers]] = 1.0
-        return target[codes]
-
-    def _parts(self, words: Words) -> list[list[str]]:
-        """Return the names in each word."""
-        if self.separator is None:
-            return [[text] for text in words.texts]
-        return [[part.strip() for part in text.split(self.separator) if part.strip()] for text in words.texts]
-
-    def _numbers(self, rows: Cells) -> np.ndarray:
-        """Return the columns as float64 (n, k). Truths are 1 and 0."""
-        found = []
-        for name in self.names:
-            values = self._known(rows, name)
-            if isinstance(values, Words) and set(values.texts) <= {"true", "false"}:
-                values = np.array([text == "true" for text in values.texts], float)[values.codes]
-            if isinstance(values, Words):
-                raise DataError(
-                    f"{rows.place(0)}: the target column {name} holds texts, such as {values.texts[values.codes[0]]!r}, and "
-                    "regression wants numbers: set task=classification, or data.columns={" + name + ": number}"
-                )
-            found.append(values)
-        return np.stack(found, 1)

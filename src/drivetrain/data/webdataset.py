@@ -31,7 +31,7 @@ from drivetrain.core.step.source import CropBox
 from drivetrain.data.base import SPLITS, Fraction, HeldOut, Sets, Splits, hash_fractions
 from drivetrain.data.decoding import ImageFileSource, NetworkError
 from drivetrain.data.images import IMAGES, PictureData
-from drivetrain.data.schema import TargetReader
+from drivetrain.data.target_reader import TargetReader
 from drivetrain.data.untrusted import check_member, ordinary
 
 MAX_CONCURRENT = 16  # shards that are scanned, or samples that are fetched from a web server, at once

@@ -29,7 +29,8 @@ from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import PagePart, Section, Sheet, Table, commands, heading, words
 
 if TYPE_CHECKING:
-    from drivetrain.measure.profile.step import CodeLine, StepProfile
+    from drivetrain.measure.profile.attribution import CodeLine
+    from drivetrain.measure.profile.step import StepProfile
 
 
 # The least share of the time that is reported: of waiting (for data, ranks, evaluation) and of saving.

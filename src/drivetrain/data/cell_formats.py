@@ -1,0 +1,136 @@
+"""How the cells of a table are written: the styles of numbers, the forms of dates, and numbers as words."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+
+from drivetrain.core.lazy import arrow_compute as pc
+from drivetrain.core.lazy import numpy as np
+from drivetrain.core.lazy import pyarrow as pa
+from drivetrain.data.tables import Cells, Words, numbers_of, with_nan
+
+PARTS = ("year", "month", "day", "weekday", "hour")  # of a date; Monday is 0
+FORMS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d")  # of dates, beside ISO's
+UNIT = "[$€£¥₹₽₩₺%]|USD|EUR|GBP|CHF|JPY|INR|CNY"
+SPACES = "\u00a0\u202f"  # that do not end a line, as in 1 234
+EXACT = 2**53  # whole numbers beyond it are not told apart as floats
+
+
+@dataclass(frozen=True)
+class Style:
+    """The style in which the numbers of a column are written."""
+
+    decimal: str = "."
+    thousands: str = ""
+    unit: str = ""
+
+    def numbers(self, words: pa.StringArray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numbers that words stand for, NaN for those that are not of this style; and which are, bool."""
+        if self == PLAIN:
+            try:
+                return with_nan(words.cast(pa.float64())), np.ones(len(words), bool)
+            except pa.ArrowInvalid:
+                pass
+        words = self._bare(words)
+        whole = rf"(\d+|\d{{1,3}}([{self.thousands}]\d{{3}})+)" if self.thousands else r"\d+"
+        right = pc.match_substring_regex(words, rf"^[-+]?({whole}([{self.decimal}]\d*)?|[{self.decimal}]\d+)([eE][-+]?\d+)?$")
+        plain = words.filter(right)
+        if self.thousands:
+            plain = pc.replace_substring(plain, self.thousands, "")
+        values, which = np.full(len(words), np.nan), numbers_of(right)
+        values[which] = with_nan(pc.replace_substring(plain, self.decimal, ".").cast(pa.float64()))
+        return values, which
+
+    def is_of(self, words: pa.StringArray) -> bool:
+        """True if all words are numbers of this style, and its marks are among them."""
+        mark = self.thousands or self.decimal.replace(".", "")
+        return bool(numbers_of(pc.match_substring(self._bare(words), mark)).any() and self.numbers(words)[1].all())
+
+    def _bare(self, words: pa.StringArray) -> pa.StringArray:
+        """Return words without the unit, with plain spaces and signs."""
+        words = pc.replace_substring(pc.replace_substring_regex(words, f"[{SPACES}]", " "), "−", "-")
+        unit = re.escape(self.unit)
+        return pc.replace_substring_regex(words, rf"^([-+]?)\s*{unit}\s*|\s*{unit}$", r"\1") if unit else words
+
+
+PLAIN = Style()
+PLAIN_MARKS = asdict(PLAIN)
+STYLES = [(decimal, thousands) for decimal in ".," for thousands in ("", ",", ".", " ", "'") if decimal != thousands]
+
+
+def as_text(number: float) -> str:
+    """Return a number as the name of a class or category: whole ones without a decimal point, as texts have them."""
+    return str(int(number)) if number.is_integer() else str(number)
+
+
+def words_of(values: np.ndarray | Words, known: Sequence[str] = ()) -> Words:
+    """Return a column's values as words. A number that is known by another text of its own, such as 007, has that one."""
+    if isinstance(values, Words):
+        return values
+    numbers, codes = np.unique(values, return_inverse=True)
+    texts: dict[float, list[str]] = {}
+    for text in known:
+        with contextlib.suppress(ValueError):
+            texts.setdefault(float(text), []).append(text)
+    words = [texts[n][0] if len(texts.get(n, ())) == 1 else as_text(n) for n in numbers[~np.isnan(numbers)].tolist()]
+    return Words(np.where(np.isnan(values), -1, codes).astype(np.int32), words)
+
+
+def styles_of(words: pa.StringArray, codes_too: bool) -> list[Style]:
+    """Return the styles in which all words are numbers, of those that give the same numbers one.
+
+    Whole numbers with a leading zero, or too large for a float, are codes.
+    """
+    numbers, right = PLAIN.numbers(words)
+    found = [(PLAIN, numbers)] if right.all() else []
+    are_whole = bool(found) and not codes_too and numbers_of(pc.match_substring_regex(words, r"^[-+]?\d+$")).all()
+    if are_whole and (numbers_of(pc.match_substring_regex(words, r"^[-+]?0\d")).any() or (np.abs(numbers) >= EXACT).any()):
+        return []
+    if found and not numbers_of(pc.match_substring_regex(words, r"^[-+]?\d{1,3}([.]\d{3})+$")).all():
+        return [PLAIN]  # no other style reads these
+    marks = pc.replace_substring_regex(words, rf"^[-+−]|[eE][-+]?\d+$|[\d.,'\s{SPACES}]", "")
+    units = pc.replace_substring(marks, "-", "").dictionary_encode().dictionary.to_pylist()
+    if len(units) == 1 and re.fullmatch(f"({UNIT})?", units[0]):
+        for style in (Style(*marks, units[0]) for marks in STYLES):
+            if style != PLAIN and style.is_of(words):
+                numbers = style.numbers(words)[0]
+                found += [] if any(np.array_equal(numbers, others) for _, others in found) else [(style, numbers)]
+    return [style for style, _ in found]
+
+
+def decimal_of(cells: Cells, styles: Mapping[str, Sequence[Style]]) -> str | None:
+    """Return the decimal mark that the columns have which can be read in one way; None where they have none, or both."""
+    found = {"." for values in cells.columns.values() if not isinstance(values, Words)}
+    for name, fitting in styles.items():
+        words = cells.columns[name]
+        if len(fitting) == 1 and isinstance(words, Words):
+            marked = numbers_of(pc.match_substring(words.words, fitting[0].decimal)).any() or fitting[0].thousands in (".", ",")
+            found |= {fitting[0].decimal} if marked else set()
+    return found.pop() if len(found) == 1 else None
+
+
+def date_form(words: Words) -> list[str | int] | None:
+    """Return the one form in which all words are dates, and how many parts they have; None where there is none."""
+    if not numbers_of(pc.match_substring_regex(words.words, r"^\d{1,4}[-./]\d{1,2}[-./]\d{1,4}([T ]\d[\d:.+-]+Z?)?$")).all():
+        return None
+    forms = [
+        form
+        for form in ("", *FORMS)
+        if read_dates(words.texts[:1], form, 4)[1].all() and read_dates(words.texts, form, 4)[1].all()
+    ]
+    times = not any(forms) and bool((read_dates(words.texts, "", 5)[0][:, 4] != 0).any())
+    return [forms[0], 4 + times] if len(forms) == 1 else None
+
+
+def read_dates(texts: Sequence[str], form: str, parts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the parts (n, parts) of dates, NaN for texts that are none of this form; and which are, bool."""
+    found = np.full((len(texts), parts), np.nan)
+    for n, text in enumerate(texts):
+        with contextlib.suppress(ValueError):
+            at = datetime.strptime(text, form) if form else datetime.fromisoformat(text)
+            found[n] = (at.year, at.month, at.day, at.weekday(), at.hour + at.minute / 60)[:parts]
+    return found, ~np.isnan(found[:, 0])

@@ -1,0 +1,200 @@
+"""Samples a thread: a timer interrupts it at random instants, and the line that it is at then is counted."""
+
+from __future__ import annotations
+
+import dis
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+from drivetrain.core.machine import process
+from drivetrain.core.machine.device import Clock
+from drivetrain.measure.profile.user_code import Found, find
+
+SAMPLE_S = 0.001  # between two instants, on average
+LOOK_S = 0.002  # between two looks at the other threads, on average
+SWITCH_S = 1e-4  # within which a thread that runs Python code lets another look at it; else that waits until torch is called
+
+
+class Spent(NamedTuple):
+    """Seconds of a thread."""
+
+    busy: float = 0.0  # on a core
+    waits: float = 0.0  # in which it had nothing to do
+    wall: float = 0.0  # of a clock: with those in which it waited for a core that other work had
+
+    def __add__(self, other: Spent) -> Spent:  # type: ignore[override]
+        return Spent(self.busy + other.busy, self.waits + other.waits, self.wall + other.wall)
+
+    def __sub__(self, other: Spent) -> Spent:
+        return Spent(self.busy - other.busy, self.waits - other.waits, self.wall - other.wall)
+
+    @property
+    def own(self) -> float:
+        """All but those in which it waited for a core."""
+        return self.busy + self.waits
+
+
+Clocks = Callable[[], Spent]
+Samples = Mapping[tuple[str, Found], Spent]
+
+
+@contextmanager
+def sampled(phase: Callable[[], str], root: CodeType, helpers: bool = False) -> Iterator[tuple[Clocks, Samples]]:
+    """Sample the calling thread's stack until the block ends. Yield a clock of the block, and the samples, which come at its end.
+
+    The instants do not depend on what the thread does, so a line gets as many of them as its share of the time. Only Python
+    code can be interrupted: the instants that fall into a call of C, such as an operation of torch, are counted when it
+    returns, at the line that called it. The time of counting is taken out. What threads do that work for this one, such as
+    those of the loader, another thread looks at: only where there are such `helpers`, as it takes turns with this one.
+    """
+    instants = _Instants(thread_clock(), lambda frame: (phase(), find(frame, root)))
+    looks: defaultdict[tuple[str, Found], Counter[Found]] = defaultdict(Counter)
+    samples: defaultdict[tuple[str, Found], Spent] = defaultdict(Spent)
+    with ExitStack() as watchers:
+        watchers.enter_context(_interrupted(instants))
+        if helpers:
+            watchers.enter_context(_looked_at(phase, root, looks))
+        yield thread_clock(), samples
+    for place, seconds in instants.spent.items():  # where it waited for others, by what was seen of these
+        seen = looks.get(place) or Counter({place[1]: 1})
+        for found, count in seen.items():
+            part = count / seen.total()
+            samples[place[0], found] += Spent(part * seconds.busy, part * seconds.waits)
+
+
+class _Instants:
+    """Counts random instants, and the seconds that they stand for, by what the thread does then."""
+
+    def __init__(self, clock: Clocks, place: Callable[[FrameType | None], tuple[str, Found]]) -> None:
+        self.spent: defaultdict[tuple[str, Found], Spent] = defaultdict(Spent)
+        self._clock, self._place = clock, place
+        self._draw = random.Random(0)
+        self._before = clock()
+        self._counting = 0.0  # seconds
+        self._next = self._before.wall + self._pause()
+
+    def _pause(self) -> float:
+        return SAMPLE_S * self._draw.uniform(0.5, 1.5)  # not even: it could keep in step with what is sampled
+
+    def count(self, frame: FrameType | None) -> float:
+        """Count the instants since the last call at what `frame` does. Return the seconds until the next one."""
+        now = self._clock()
+        instants = 0
+        while self._next <= now.wall - self._counting:
+            self._next += self._pause()
+            instants += 1
+        since = now - self._before
+        if instants and since.wall > 0:
+            own = instants * SAMPLE_S * min(1.0, max(0.0, since.own / since.wall))
+            busy = own * min(1.0, since.busy / since.own) if since.own > 0 else 0.0
+            self.spent[self._place(frame)] += Spent(busy, own - busy)
+        self._before = self._clock()
+        self._counting += self._before.wall - now.wall
+        return max(1e-6, self._next + self._counting - self._before.wall)
+
+
+@contextmanager
+def _interrupted(instants: _Instants) -> Iterator[None]:
+    """Let a timer interrupt this thread at the instants."""
+
+    ended = False
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        pause = instants.count(_caller_if_new(frame))
+        if not ended:  # the last signal may be handled after the timer was stopped
+            signal.setitimer(signal.ITIMER_REAL, pause)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, SAMPLE_S)
+    try:
+        yield
+    finally:
+        ended = True
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        # By default the signal ends the process, and another thread may still have one to take.
+        signal.signal(signal.SIGALRM, signal.SIG_IGN if before == signal.SIG_DFL else before)
+
+
+def _caller_if_new(frame: FrameType | None) -> FrameType | None:
+    """The frame that was interrupted. An instant in the C code that called a function is seen where the function begins."""
+    while frame is not None and frame.f_lasti in _beginnings(frame.f_code):
+        frame = frame.f_back
+    return frame
+
+
+@cache
+def _beginnings(code: CodeType) -> frozenset[int]:
+    return frozenset(i.offset for i in dis.get_instructions(code) if i.opname == "RESUME")
+
+
+@contextmanager
+def _looked_at(phase: Callable[[], str], root: CodeType, looks: dict[tuple[str, Found], Counter[Found]]) -> Iterator[None]:
+    """Look again and again, in another thread, at the threads that work for this one, where it waits for them."""
+    done, thread = threading.Event(), threading.get_ident()
+
+    def repeat() -> None:
+        draw = random.Random(1)
+        while not done.wait(LOOK_S * draw.uniform(0.5, 1.5)):
+            place = now, found = phase(), find(sys._current_frames().get(thread), root)
+            if found.site is None and (found.in_backward or now == "data"):
+                looks[place][next(_elsewhere(thread), found)] += 1
+
+    watcher = threading.Thread(target=repeat, daemon=True, name="sampler")
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+        sys.setswitchinterval(before)
+
+
+def _elsewhere(thread: int) -> Iterator[Found]:
+    """Yield what threads do that work for this one: those of the loader, and torch's own of the backward."""
+    pythons, loader = {t.ident for t in threading.enumerate()}, str(process.PACKAGE / "loader")
+    for ident, frame in sys._current_frames().items():
+        if ident == thread:
+            continue
+        works = ident not in pythons or any(f.f_code.co_filename.startswith(loader) for f, _ in traceback.walk_stack(frame))
+        if works and (found := find(frame)).site is not None:
+            yield found
+
+
+def thread_clock() -> Clocks:
+    """A clock of the calling thread, which begins now. Only Linux tells how long it waits for a core: elsewhere it never does."""
+    queue = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+
+    def clock() -> Spent:
+        queued = 0.0
+        with suppress(FileNotFoundError), open(queue, "rb", buffering=0) as file:
+            queued = int(file.read(128).split()[1]) / 1e9
+        wall, busy = time.perf_counter(), time.thread_time()
+        return Spent(busy, wall - queued - busy, wall)
+
+    began = clock()
+    return lambda: clock() - began
+
+
+def own_seconds(work: Callable[[], object]) -> float:
+    """The seconds that it takes, less those in which this thread waits for a core that other work has."""
+    clock = thread_clock()
+    work()
+    return clock().own
+
+
+class ThreadClock(Clock):
+    """The thread's time on a core: what else a busy machine does is no operation's."""
+
+    mark = staticmethod(time.thread_time)
