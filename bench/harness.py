@@ -14,7 +14,6 @@ import math
 import os
 import platform
 import pty
-import random
 import shutil
 import statistics
 import subprocess
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from drivetrain.core.machine.forking import answer_of
+from drivetrain.measure import intervals
 from drivetrain.run import environment
 from drivetrain.ui.sheet import Table
 
@@ -292,18 +292,20 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(ordered), "p10": at(ordered, 0.1), "p90": at(ordered, 0.9)}
 
 
-def interval(paired: Sequence[float], resamples: int = 2000) -> dict[str, float]:
-    """The median of paired values and its 95 % interval, by bootstrap over the pairs (Efron 1979)."""
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(paired, k=len(paired))) for _ in range(resamples))
-    low, high = medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
-    return {"median": statistics.median(paired), "low": low, "high": high}
+def interval(paired: Sequence[float]) -> dict[str, float | None]:
+    """The middle of paired differences and its 95 % interval, which fewer than six have not."""
+    return _written(intervals.middle(paired))
 
 
-def against(values: Sequence[float], base: Sequence[float]) -> dict[str, dict[str, float]]:
+def against(values: Sequence[float], base: Sequence[float]) -> dict[str, dict[str, float | None]]:
     """Difference and ratio to the base variant, each pair from one round."""
-    pairs = list(zip(values, base, strict=True))
-    return {"difference": interval([v - b for v, b in pairs]), "ratio": interval([v / b for v, b in pairs])}
+    pairs = zip(values, base, strict=True)
+    return {"difference": interval([v - b for v, b in pairs]), "ratio": _written(intervals.ratio(values, base))}
+
+
+def _written(found: intervals.Interval) -> dict[str, float | None]:
+    known = math.isfinite(found.high)
+    return {"median": found.middle, "low": found.low if known else None, "high": found.high if known else None}
 
 
 def machine() -> dict[str, Any]:
@@ -352,9 +354,9 @@ def write(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:
     print(f"written to {path}")
 
 
-def ratio(of: dict[str, float], digits: int = 2) -> str:
-    """A ratio with its interval, for a table."""
-    return "{median:.{0}f} ({low:.{0}f} … {high:.{0}f})".format(digits, **of)
+def ratio(of: dict[str, float | None], digits: int = 2) -> str:
+    """A ratio with its interval where there is one, for a table."""
+    return ("{median:.{0}f}" if of["low"] is None else "{median:.{0}f} ({low:.{0}f} … {high:.{0}f})").format(digits, **of)
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -191,13 +191,14 @@ def measure(variants: dict[str, Any], rounds: int) -> dict[str, Any]:
     best = max(usual_ones, key=lambda name: harness.spread(rates[name])["median"])
     return {
         name: {
+            "rounds": rounds, "blocks_images_per_second": rates[name],
             "images_per_second": harness.spread(rates[name]),
             "to_best_dataloader": harness.against(rates[name], rates[best])["ratio"],
             "first_batch_s": markers[name]["loss_first"],
             "peak_bytes": markers[name]["loss_last"],
         }
         for name in variants
-    }
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -84,6 +84,7 @@ def measure(pairs: int, jobs: int) -> dict[str, Any]:
     return {
         name: {
             **{key: harness.spread([run[key] for run in of]) for key in of[0]},
+            "blocks": of,
             "to_import_torch": harness.against([run.get("ready", run["wall"]) for run in of], base)["difference"],
         }
         for name, of in runs.items()

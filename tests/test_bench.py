@@ -115,11 +115,14 @@ def test_a_turn_times_only_its_block() -> None:
 
 
 def test_pairs_are_compared_within_their_round() -> None:
-    base = [1.0, 10.0, 100.0]  # the machine's speed wanders
+    base = [10.0**power for power in range(6)]  # the machine's speed wanders
     figures = harness.against([2 * b for b in base], base)
-    assert figures["ratio"] == {"median": 2, "low": 2, "high": 2}
-    assert figures["difference"]["median"] == 10
-    assert (figures["difference"]["low"], figures["difference"]["high"]) == (1, 100)
+    assert figures["ratio"] == pytest.approx({"median": 2, "low": 2, "high": 2})
+    assert (figures["difference"]["low"], figures["difference"]["high"]) == (1, 1e5)
+    assert harness.ratio(figures["ratio"]) == "2.00 (2.00 … 2.00)"
+    few = harness.against([2 * b for b in base[:5]], base[:5])["ratio"]  # of five pairs none of 95 % can be had
+    assert few == {"median": pytest.approx(2), "low": None, "high": None}
+    assert harness.ratio(few) == "2.00"
     assert harness.spread(list(range(11))) == {"median": 5, "p10": 1, "p90": 9}
 
 

@@ -309,6 +309,13 @@ def test_a_rate_that_leaves_out_the_devices_work_is_found_out() -> None:
     assert found["outside_step_ms"] == pytest.approx(50.0)
 
 
+def test_slow_steps_are_told_by_what_they_come_after() -> None:
+    steps = [0.5] * 6 + [0.1, 0.01, 0.01, 0.03, 0.01, 0.01]  # of records of two updates, three of which are not counted
+    found = clock.slow(steps, 2)
+    assert found["slow_steps_cost_ms"] == {"first after a record": pytest.approx(90), "others": pytest.approx(20)}
+    assert found["steps_us"][0] == 500_000
+
+
 def test_only_a_training_record_ends_a_block() -> None:
     ended: list[int] = []
     sink = harness.Sink(lambda record: ended.append(record["update"]))

@@ -1,6 +1,7 @@
 """The rows of the stages: each runs in a child, and is written to its stage's JSON file as soon as it is done.
 
-A second call goes on where the first stopped. A row that was killed runs again where it now has more time than it had.
+A second call goes on where the first stopped. A row that was killed runs again where it now has more time than it had; one that
+reports `open`, because it has too few rounds, goes on from what it has kept.
 """
 
 from __future__ import annotations
@@ -36,21 +37,23 @@ LAST_WORDS_S = 0.5  # for a child that is over its time to write where it stands
 
 _to_parent: Connection | None = None  # in a child
 _deadline = float("inf")  # in a child: of time.monotonic()
+_earlier: Mapping[str, Any] = {}  # in a child
 
 
 class Child:
     """One running function. `outcome` is asked again and again until the function has ended."""
 
     def __init__(
-        self, run: Callable[..., dict[str, Any] | None], args: tuple[Any, ...], limit_s: float, threads: int | None = None
-    ) -> None:
+        self, run: Callable[..., dict[str, Any] | None], args: tuple[Any, ...], limit_s: float, threads: int | None = None,
+        earlier: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         context = get_context("fork")
         self._limit_s, self._began = limit_s, time.monotonic()
         self._output = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - closed when it has ended
         self._connection, theirs = context.Pipe(duplex=False)
         sys.stdout.flush()
         sys.stderr.flush()
-        told = (theirs, self._output.fileno(), self._began + limit_s, threads)
+        told = (theirs, self._output.fileno(), self._began + limit_s, threads, earlier or {})
         self._process = context.Process(target=_serve, args=(run, args, *told))
         self._process.start()
         theirs.close()
@@ -118,14 +121,20 @@ def left_s() -> float:
     return _deadline - time.monotonic()
 
 
+def earlier() -> Mapping[str, Any]:
+    """In a child: what an earlier call with the same code has kept of this row; empty where there was none."""
+    return _earlier
+
+
 def _serve(
-    run: Callable[..., Any], args: tuple[Any, ...], connection: Connection, output: int, deadline: float, threads: int | None
-) -> None:
-    global _to_parent, _deadline
+    run: Callable[..., Any], args: tuple[Any, ...], connection: Connection, output: int, deadline: float, threads: int | None,
+    before: Mapping[str, Any],
+) -> None:  # fmt: skip
+    global _to_parent, _deadline, _earlier
     from drivetrain.core.errors import UserError
     from drivetrain.core.machine import process
 
-    _to_parent, _deadline = connection, deadline
+    _to_parent, _deadline, _earlier = connection, deadline, before
     with suppress(PermissionError):
         os.setpgid(0, 0)
     with suppress(AttributeError):  # on Linux it ends with the process that forked it
@@ -250,7 +259,9 @@ class Campaign:
             while waiting or live:
                 while (row := self._next(waiting, [row for row, _ in live], jobs)) is not None:
                     limit_s = min(row.limit_s, self.left_s())
-                    live.append((row, Child(row.run, row.args, limit_s, None if row.alone else threads)))
+                    before = self.rows(row.stage).get(row.name, {})
+                    before = before if before.get("code") == self._code else {}
+                    live.append((row, Child(row.run, row.args, limit_s, None if row.alone else threads, before)))
                 if not live:
                     break
                 time.sleep(POLL_S)
@@ -286,7 +297,7 @@ class Campaign:
 
     def _is_open(self, row: Row, retry: bool, time_s: float | None = None) -> bool:
         done = self.rows(row.stage).get(row.name)
-        if done is None:
+        if done is None or done.get("open"):
             return True
         more = done.get("limit_s", row.limit_s) + 1 < min(row.limit_s, self.left_s() if time_s is None else time_s)
         return more or (retry and (done["status"] in ("failed", "killed") or bool(done.get("failed_variants"))))

@@ -7,6 +7,8 @@ host ran.
 
 from __future__ import annotations
 
+import json
+import statistics
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,8 +21,8 @@ from bench.gpu.campaign import Row
 
 WITHIN = 0.03
 REASON = (
-    "a run leaves out its logging, about 2 ms a record and an epoch's end, and both clocks are read at slightly different "
-    "moments: together under 3 % of the 0.1 s and more between two records"
+    "a run's rate is by the wall time of training, with its records and epochs' ends in it; both clocks are read at slightly "
+    "different moments, under 3 % of the 0.1 s and more between two records"
 )
 SKIP = 3  # first records: they compile and warm up
 COMMON = (
@@ -85,12 +87,32 @@ def timed(words: Sequence[str], folder: Path, records: int) -> dict[str, Any]:
     last = {word.partition("=")[0]: word for word in words}
     updates = records * int(last["log_every"].partition("=")[2])
     given = [*words, f"updates={updates}", f"output_dir={folder}/runs"]
-    file = folder / "outside.txt"
+    file, steps = folder / "outside.txt", folder / "steps.txt"
     file.write_text("")  # a rank may be another process than this one
     outside = harness.Sink(lambda record: _note(file, record))
-    result = campaign.train(given, attach=lambda trainer: trainer.log.writers.append(outside))
+
+    def attach(trainer: Any) -> None:
+        trainer.log.writers.append(outside)
+        trainer.log.writers.append(harness.Sink(lambda _: steps.write_text(json.dumps(list(trainer.timer.steps)))))
+
+    result = campaign.train(given, attach=attach)
     seen = [tuple(map(float, line.split())) for line in file.read_text().splitlines()]
-    return {**campaign.facts(result), **rates(seen, result.step_ms_p50)}
+    every = int(last["log_every"].partition("=")[2])
+    return {**campaign.facts(result), **rates(seen, result.step_ms_p50), **slow(json.loads(steps.read_text()), every)}
+
+
+def slow(steps: Sequence[float], every: int) -> dict[str, Any]:
+    """Every step's time, and those of the counted ones that took more than twice the median, by what they come after."""
+    counted = steps[SKIP * every :]
+    median = statistics.median(counted)
+    more = {"first after a record": 0.0, "others": 0.0}
+    for number, seconds in enumerate(counted):
+        if seconds > 2 * median:
+            more["others" if number % every else "first after a record"] += 1e3 * (seconds - median)
+    return {
+        "median_ms": 1e3 * median, "mean_ms": 1e3 * statistics.fmean(counted), "slow_steps_cost_ms": more,
+        "steps_us": [round(1e6 * seconds) for seconds in steps],
+    }  # fmt: skip
 
 
 def rates(seen: Sequence[tuple[float, ...]], step_ms_p50: float | None) -> dict[str, Any]:

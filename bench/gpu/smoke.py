@@ -35,8 +35,8 @@ SPECIAL: dict[str, tuple[str, ...]] = {
 }
 DIGITS = ("data=digits", "model=resnet9")
 VERBS: dict[str, tuple[str, ...]] = {
-    "compare": (*DIGITS, "precision=fp32,tf32,bf16,amp", "compile=none,inductor", "rounds=3", "block_s=0.3"),
-    "doctor": (*DIGITS, "profile_s=1", "rounds=4", "block_s=0.2"),
+    "compare": (*DIGITS, "precision=fp32,bf16", "compile=none,inductor,step", "rounds=6", "block_s=0.3"),
+    "doctor": (*DIGITS, "profile_s=1", "rounds=6", "block_s=0.2"),
     "tune": (*DIGITS, "budget_s=150", "rounds=4", "block_s=0.2", "quality=false", "lr_updates=60"),
 }
 TINY = ("data=digits", "model=mlp", "model.hidden=[16]", "optimizer=sgd", "batch.global_batch=64", "runtime.threads=1")
@@ -45,7 +45,7 @@ SMALL_VERBS: dict[str, tuple[str, ...]] = {  # of the CPU's form
     "doctor": (*TINY, "prove=false", "profile_s=0.1"),
     "tune": (*TINY, "what=batch", "rounds=1", "block_s=0.02", "quality=false", "budget_s=20"),
 }
-KEPT = ("compare.json", "tune.json")
+KEPT = ("compare.json", "doctor.json", "tune.json")
 CPU_ROWS = (
     "optimizer=lion", "augment=[mixup]", "parallel=ddp", "compile=cudagraph", "loader=threads precision=bf16", "save and resume",
     "the profiler's window", *SMALL_VERBS,

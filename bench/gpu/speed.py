@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,11 @@ from bench.gpu import campaign, loops
 from bench.gpu.campaign import Row
 from bench.gpu.loops import Work
 from bench.harness import Variant
+from drivetrain.measure.intervals import MIN_PAIRS
 
 Loop = tuple[Callable[..., None], tuple[Any, ...]]  # a function and its arguments; `sync` is added
+Take = dict[str, list[float]]  # the seconds of the blocks of variants that were live together, the base first, by round
+Memory = dict[str, float]  # peak bytes by variant
 WARMUP = 2  # blocks
 BESIDE = 2  # variants that are live with the base: a device's memory holds no more of the large ones
 MIN_ROUNDS = 2
@@ -244,30 +247,54 @@ def measure(work: Work, variants: dict[str, Loop]) -> None:
     name = harness.in_process(campaign.device_facts)["device_name"]
     peak = loops.data_sheet_tflops(name)
     campaign.report({"work": asdict(work), "gflop_per_sample": flops / 1e9, "data_sheet_bf16_tflops": peak})
+    take_turns(variants, 2 if work.device == "cpu" else ROUNDS, lambda takes, memory: figures(takes, memory, work, flops, peak))
+
+
+def take_turns(variants: dict[str, Loop], rounds: int, table: Callable[[list[Take], Memory], dict[str, Any]]) -> None:
+    """In a child: run what has too few rounds so far, and report after each round what the `table` makes of all takes.
+
+    The row stays open until each variant that works has the rounds of an interval.
+    """
+    before, memory = list(campaign.earlier().get("takes", [])), dict(campaign.earlier().get("memory", {}))
+    base, *others = variants
+    least = [name for name in sorted(others, key=lambda name: rounds_of(before, name)) if rounds_of(before, name) < rounds]
 
     def keep(found: Interleaved) -> None:
-        together = [[variant.name for variant in group] for group in found.groups]
-        variants = figures(found, work, flops, peak)
-        campaign.report({"live_together": together, "failed_variants": found.failed, "variants": variants})
+        takes = [*before, *({each.name: [wall for wall, _ in each.blocks] for each in group} for group in found.groups)]
+        memory.update({each.name: each.marker["loss_last"] for group in found.groups for each in group if each.marker})
+        works = [name for name in variants if found.failed.get(name, NO_TIME) == NO_TIME]
+        few = any(rounds_of(takes, name) < min(rounds, MIN_PAIRS) for name in works)
+        campaign.report({
+            "open": few, "takes": takes, "memory": memory, "failed_variants": found.failed, "variants": table(takes, memory),
+        })  # fmt: skip
 
-    with tempfile.TemporaryDirectory() as folder:
-        run(variants, 2 if work.device == "cpu" else ROUNDS, 0.8 * campaign.left_s(), Path(folder), keep)
+    keep(Interleaved(failed=dict.fromkeys(least, NO_TIME)))
+    if least or not before:
+        with tempfile.TemporaryDirectory() as folder:
+            run({name: variants[name] for name in (base, *least)}, rounds, 0.8 * campaign.left_s(), Path(folder), keep)
 
 
-def figures(found: Interleaved, work: Work, flops: float, peak: float | None) -> dict[str, Any]:
-    """Of each variant: samples a second, its step, MFU, memory, and its ratio to the base."""
+def rounds_of(takes: Sequence[Take], name: str) -> int:
+    """The rounds of a variant in all takes."""
+    return sum(len(take.get(name, ())) for take in takes)
+
+
+def figures(takes: Sequence[Take], memory: Memory, work: Work, flops: float, peak: float | None) -> dict[str, Any]:
+    """Of each variant: its rounds, samples a second, its step, MFU, memory, and its ratio to the base."""
     table = {}
-    for base, variant in ((group[0], each) for group in found.groups for each in group if each.name not in found.failed):
-        blocks, of_base = ([wall for wall, _ in each.blocks] for each in (variant, base))
+    for name in dict.fromkeys(name for take in takes for name in take if rounds_of(takes, name)):
+        pairs = [pair for take in takes if name in take for pair in zip(take[name], next(iter(take.values())), strict=False)]
+        blocks, of_base = ([pair[side] for pair in pairs] for side in (0, 1))
         spread = harness.spread(blocks)
         rate = work.samples / spread["median"]
-        table[variant.name] = {
+        table[name] = {
+            "rounds": len(blocks),
             "samples_per_s": rate,
             "step_ms": {key: 1e3 * value / work.steps for key, value in spread.items()},
             "over_base": harness.against(blocks, of_base)["ratio"],
             "model_tflops": rate * flops / 1e12,
             "mfu": None if peak is None else rate * flops / 1e12 / peak,
-            "peak_memory_bytes": variant.marker.get("loss_last"),  # known once its group has ended
+            "peak_memory_bytes": memory.get(name),  # known once its group has ended
         }
     return table
 

@@ -489,7 +489,7 @@ def test_fp8_says_what_it_wants_beside_it(tiny):
 
 def test_what_cannot_be_is_refused(problems):
     for words in (
-        ["precision=tf32", "precision.matmul=highest"],
+        ["precision=tf32", "precision.matmul=lowest"],
         ["precision=bf16_pure", "precision.master=none"],
         ["precision=fp8", "precision.scaling=blockwise"],
         ["precision=fp8", "precision.min_features=0"],

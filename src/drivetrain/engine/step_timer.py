@@ -1,4 +1,8 @@
-"""Measures where a run's time goes. It makes three marks a step, and waits for the device only where a record is written."""
+"""Measures where a run's time goes. It makes three marks a step, and waits for the device only where a record is written.
+
+A rate is samples by the time that training took: all of it but evaluations and checkpoints, with records, slow steps and what
+lies between epochs. The times of single steps are other figures.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from drivetrain.core.step.microbatch import MicroBatch
 
 
 class StepTimer:
-    """Records the durations of steps and of waits for data; evaluation, saving and logging are left out.
+    """Records the durations of steps, of waits for data, and of training.
 
     Both are the device's: a step ends when its last operation is done, and waiting is when the device has nothing to do because
     the next micro-batch is not there, or is being copied. A host that waits because the device's queue is full does not wait
@@ -23,7 +27,7 @@ class StepTimer:
 
     def __init__(self, warmup: int = 1, clock: Clock | None = None) -> None:
         self.warmup = warmup  # first steps, which start workers, compile and allocate
-        self.steps = array("d")  # seconds
+        self.steps = array("d")  # seconds of every step; what is done at a record is in none of them
         self.wait = 0.0  # seconds spent waiting for data, within the steps
         self.to_first_step: float | None = None  # seconds from the start of the process
         self.reading = ReadTimes()
@@ -34,7 +38,10 @@ class StepTimer:
         self._start: Mark  # of the step that is running
         self._waits: list[tuple[Mark, Mark]]  # of the step that is running
         self._unread: deque[tuple[Mark, Mark, list[tuple[Mark, Mark]]]] = deque()  # steps: start, end, waits
-        self._logged = (0, 0.0)  # steps and wait at the last log
+        self._logged = 0.0  # wait at the last log
+        self._since = self._trained = 0.0  # seconds of training since then; of all of it after the warm-up
+        self._lap: Mark | None = None  # from which on training is not yet in these; None where it pauses
+        self._warm_lap: Mark | None = None  # the same of what comes after the warm-up
         self.resume()
 
     def begin(self, trained: int, size: int) -> None:
@@ -42,6 +49,7 @@ class StepTimer:
         self._read(len(self._unread))
         self._samples = self.samples(trained)
         self._cold, self._warm_from = self.warmup, trained + self.warmup * size
+        self._lap = self._warm_lap = None
 
     def samples(self, trained: int) -> int:
         """Return how many samples were in the steps after the warm-up, of a run that has trained on so many in all."""
@@ -67,8 +75,20 @@ class StepTimer:
         if self._clock.passed(self._unread[0][1]):
             self._read(1)
 
+    def rate(self, trained: int) -> float | None:
+        """Return the samples a second of training after the warm-up, of a run that has trained on so many in all."""
+        return self.samples(trained) / self._trained if self._trained else None
+
+    def pause(self) -> None:
+        """Leave out of the time of training what comes until `resume`. Waits for the device."""
+        self._close()
+        self._lap = None
+
     def resume(self) -> None:
-        """Start timing the next step here: the time since the last step is left out."""
+        """Start timing the next step here: the time since the last step is left out of the steps."""
+        if self._lap is None:
+            self._lap = self._clock.mark()
+            self._warm_lap = None if self._cold else self._lap
         self._start, self._waits = self._clock.mark(), []
         if self.to_first_step is None:
             self._resumed = time.monotonic() - process.started
@@ -80,22 +100,33 @@ class StepTimer:
             seconds, wait = self._clock.seconds(start, end), self._clock.total(waits)
             self.steps.append(seconds)
             self.wait += wait
-            self._clock.reuse(start)
+            if start is not self._warm_lap:
+                self._clock.reuse(start)
             if self.to_first_step is None:
                 self.to_first_step = self._resumed + seconds
             if self._cold:
                 self._cold -= 1
+                self._warm_lap = None if self._cold else end
             else:
                 self._warm.append(seconds)
                 self._warm_wait += wait
 
     def since_last(self) -> tuple[float, dict[str, float]]:
-        """Wait for the device. Return the seconds of the steps since the last call, and figures: the share spent waiting, …"""
+        """Wait for the device. Return the seconds of training since the last call, and figures: the share spent waiting, …"""
         self._read(len(self._unread))
-        count, wait = self._logged
-        seconds = sum(self.steps[count:])
-        self._logged = (len(self.steps), self.wait)
+        self._close()
+        (seconds, self._since), (wait, self._logged) = (self._since, 0.0), (self._logged, self.wait)
         return seconds, {"data_wait": (self.wait - wait) / seconds if seconds else 0.0, **self.reading.since_last()}
+
+    def _close(self) -> None:
+        """Count what training took up to here."""
+        if self._lap is not None:
+            end = self._clock.mark()
+            self._since += self._clock.seconds(self._lap, end)
+            if self._warm_lap is not None:
+                self._trained += self._clock.seconds(self._warm_lap, end)
+                self._warm_lap = end
+            self._lap = end
 
     def steady(self) -> tuple[float, float] | None:
         """Return the seconds of all read steps after the warm-up and the share spent waiting; None before the first of them."""

@@ -162,6 +162,7 @@ class Trainer:
             progress.epoch, progress.window = progress.epoch + 1, 0
             progress.evaluation_due = progress.epoch % self.evaluate_every == 0 or progress.epoch == self.epochs
         if epoch_end or agreed:
+            self.timer.pause()
             self._evaluate_and_save(agreed)
         self.timer.resume()
         return done or self.stopping.reason is not None

@@ -466,9 +466,10 @@ def _record_measurements(result: Result, trainer: Trainer) -> None:
     result.peak_memory_bytes, result.own_process = peak_memory(trainer.device), process.of_one_run
     result.time_to_first_step_s = timer.to_first_step
     if (steady := timer.steady()) is not None:
-        seconds, result.data_wait_fraction = steady
-        result.samples_per_second = timer.samples(progress.samples) / seconds
-        result.mfu, result.mfu_note = trainer.log.mfu.at(result.samples_per_second), trainer.log.mfu.note()
+        _, result.data_wait_fraction = steady
+    if (rate := timer.rate(progress.samples)) is not None:
+        result.samples_per_second = rate
+        result.mfu, result.mfu_note = trainer.log.mfu.at(rate), trainer.log.mfu.note()
     if (percentiles := timer.percentiles()) is not None:
         result.step_ms_p50, result.step_ms_p95 = percentiles
     result.flops_per_sample = trainer.log.mfu.model.per_sample

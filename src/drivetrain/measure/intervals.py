@@ -42,20 +42,24 @@ class Interval(NamedTuple):
         return self.low > 1 - EQUIVALENCE and self.high < 1 + EQUIVALENCE
 
 
-def ratio(values: Sequence[float], base: Sequence[float], confidence: float = 0.95) -> Interval:
-    """The ratio values / base of pairs: the Hodges–Lehmann estimate of the logarithms with Wilcoxon's signed-rank interval.
+def middle(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """The Hodges–Lehmann estimate of the values' middle, with Wilcoxon's signed-rank interval.
 
     The interval is exact for any symmetric noise and robust against outliers (Hodges & Lehmann 1963). With fewer than
-    6 pairs there is no 95 % interval: it is infinite.
+    6 values there is no 95 % interval: it is infinite.
     """
-    logs = [math.log(v / b) for v, b in zip(values, base, strict=True)]
-    n = len(logs)
-    walsh_averages = sorted((logs[i] + logs[j]) / 2 for i in range(n) for j in range(i, n))
-    cut = _wilcoxon_cut(n, (1 - confidence) / 2)
-    middle = math.exp(statistics.median(walsh_averages))
+    n = len(values)
+    walsh_averages = sorted((values[i] + values[j]) / 2 for i in range(n) for j in range(i, n))
+    found, cut = statistics.median(walsh_averages), _wilcoxon_cut(n, (1 - confidence) / 2)
     if cut is None:
-        return Interval(middle, 0.0, math.inf)
-    return Interval(middle, math.exp(walsh_averages[cut]), math.exp(walsh_averages[len(walsh_averages) - 1 - cut]))
+        return Interval(found, -math.inf, math.inf)
+    return Interval(found, walsh_averages[cut], walsh_averages[len(walsh_averages) - 1 - cut])
+
+
+def ratio(values: Sequence[float], base: Sequence[float], confidence: float = 0.95) -> Interval:
+    """The ratio values / base of pairs: the `middle` of its logarithms. Without an interval it is from 0 to infinity."""
+    logs = [math.log(v / b) for v, b in zip(values, base, strict=True)]
+    return Interval(*map(math.exp, middle(logs, confidence)))
 
 
 def mean(values: Sequence[float], confidence: float = 0.95) -> Interval:

@@ -159,12 +159,13 @@ class Tf32(Precision):
     """float32 with matrix products in TensorFloat-32: 10 bits of mantissa, on tensor cores from Ampere on.
 
     `matmul` sets torch.set_float32_matmul_precision; `cudnn` uses TF32 for convolutions too, which is torch's default.
+    `matmul=highest` rounds convolutions alone: what torch does where nothing is set.
     """
 
     effect = "close"
     changes = "rounds the inputs of products to TensorFloat-32"
 
-    def __init__(self, matmul: Literal["high", "medium"] = "high", cudnn: bool = True) -> None:
+    def __init__(self, matmul: Literal["high", "medium", "highest"] = "high", cudnn: bool = True) -> None:
         self.matmul, self.cudnn = matmul, cudnn
 
     def roundoff(self) -> float:
@@ -173,11 +174,11 @@ class Tf32(Precision):
     def setup(self, context: BuildContext) -> None:
         super().setup(context)
         set_until_exit(context.on_exit, self.matmul, tf32_convolutions=self.cudnn)
-        if not are_rounded(context.device):
-            logger.warning("precision=tf32 %s", self.notice())
+        if notice := self.notice():
+            logger.warning("precision=tf32 %s", notice)
 
     def notice(self) -> str:
-        if are_rounded(self._device):
+        if self.matmul == "highest" or are_rounded(self._device):
             return ""
         return "rounds nothing on this device (CUDA devices have TF32 from Ampere on): this is float32"
 

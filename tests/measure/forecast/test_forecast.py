@@ -372,7 +372,8 @@ COMPILED = {"compiled": replay.CompiledShares(Uncertain.exactly(0.5))}
         ),
         # Tensor cores compute float32 where tf32 is on.
         (operations(LARGE), WITH_TF32, {}, 10.0),
-        (operations(LARGE), WITH_TF32, {"tf32": True}, 1.0),
+        (operations(LARGE), WITH_TF32, {"tf32": ("product",)}, 1.0),
+        (operations(LARGE), WITH_TF32, {"tf32": ("convolution",)}, 10.0),
     ],
 )  # fmt: skip
 def test_a_step_takes_as_long_as_what_limits_its_operations(made, device, more, expected):

@@ -423,6 +423,7 @@ class Precision:
     divides_weights = False  # can keep copies of a rank's parts of the weights
     replaces_linears = False  # puts layers of its own in the place of Linear layers
     matmul: str = ""  # what torch.set_float32_matmul_precision is set to; "": nothing
+    cudnn = False  # convolutions round their inputs to TensorFloat-32
     frees_weights = False  # frees these copies between updates
 
     @abstractmethod

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -156,10 +156,13 @@ def step_time(
     operations: Mapping[Operation, int],
     timed: Mapping[str, Timed],
     device: DeviceLimits,
-    tf32: bool = False,
+    tf32: Collection[str] = (),
     compiled: CompiledShares = EAGER,
 ) -> StepTime:
-    """Return the time of an update's operations on a device, of which some were `timed` here, by their signatures."""
+    """Return the time of an update's operations on a device, of which some were `timed` here, by their signatures.
+
+    Operations of the kinds in `tf32` compute float32 in TensorFloat-32.
+    """
     work, host, measured = NOTHING, NOTHING, 0.0
     limits: defaultdict[str, float] = defaultdict(float)
     phases: defaultdict[str, float] = defaultdict(float)
@@ -185,7 +188,7 @@ def step_time(
 
 
 def _takes(
-    operation: Operation, timed: Timed | None, device: DeviceLimits, tf32: bool, compiled: CompiledShares
+    operation: Operation, timed: Timed | None, device: DeviceLimits, tf32: Collection[str], compiled: CompiledShares
 ) -> tuple[Uncertain, str]:
     """The seconds of one call of an operation, and what limits them."""
     if operation.kind == "view":
@@ -196,7 +199,7 @@ def _takes(
     computing = NOTHING
     if operation.kind not in ("pointwise", "update"):
         dtype = str(operation.dtype).removeprefix("torch.")
-        number = "tf32" if dtype == "float32" and tf32 else dtype
+        number = "tf32" if dtype == "float32" and operation.kind in tf32 else dtype
         computing = _at(operation.flops, device.flops.get(number) or device.flops["float32"], device.efficiency[operation.kind])
     limit = COMPUTE if computing.value > moving.value else BANDWIDTH
     if timed is not None:
