@@ -54,9 +54,12 @@ def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keyw
     from drivetrain.measure.report import report
     from drivetrain.run.reader import as_frame
     from drivetrain.run.records import need_pandas
+    from drivetrain.sweeps import driver
 
     need_pandas("drivetrain.sweep")
-    return as_frame(report.sweep(words_of("drivetrain.sweep", overrides, keywords), config_dirs)[0])
+    folder, _ = driver.run(words_of("drivetrain.sweep", overrides, keywords), config_dirs)
+    report.of_sweep(folder)
+    return as_frame(folder)
 
 
 def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: object) -> "Comparison":

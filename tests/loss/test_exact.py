@@ -168,9 +168,9 @@ def prepared(kind, y, capacity=N):
     def setup(loss, parallel):
         size = parallel.world.size
         batch = type("Batch", (), {"lengths": None, "weighs_by_length": False, "size": lambda self, epoch: capacity * size})()
-        data = type("Data", (), {"classes": y.shape[1] if kind == "labels" else CLASSES})
+        data = type("Data", (), {"classes": y.shape[1] if kind == "labels" else CLASSES, "train": Tensors(y, y)})
         vars(loss).update(vars(loss.resolve(Run(kind))))
-        made = context(run=Run(kind), batch=batch, data=data, train_source=Tensors(y, y), horizon=Horizon(1, [1]))
+        made = context(run=Run(kind), batch=batch, data=data, horizon=Horizon(1, [1]))
         made.parallel = parallel
         loss.setup(made)
 

@@ -81,15 +81,14 @@ def test_a_name_is_a_recipe_that_ships_then_one_in_recipes_then_one_beside(tmp_p
 def test_a_recipe_is_read_once(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """So a file that changes meanwhile is not two recipes, and an address is asked once."""
     from drivetrain.cli import train
-    from drivetrain.measure.report import report
-    from drivetrain.sweeps import store
+    from drivetrain.sweeps import driver, store
 
     Path("recipes").mkdir(exist_ok=True)
     Path("recipes/mine.yaml").write_text("optimizer.lr: 0.25\n")
     read, found = places.load, []
     monkeypatch.setattr(places, "load", lambda name: found.append(name) or read(name))
     monkeypatch.setattr(train, "_run", lambda job, quiet: 0 if job.run.optimizer.lr == 0.25 else 1)
-    monkeypatch.setattr(report, "sweep", lambda given, dirs, quiet: (store.prepare(given, dirs), 0))
+    monkeypatch.setattr(driver, "run", lambda given, dirs, quiet: (Path("nothing"), 0 if store.prepare(given, dirs) else 1))
     assert train.command(words) == 0
     assert found == ["mine"]
 

@@ -116,8 +116,8 @@ class Batch(Option, groups.Batch):
         kinds = run.loss.takes if run.data.targets is None else (run.data.targets,)
         self.weighs_by_length = kinds == ("tokens",)
         self.together = run.loss.evaluated_together
-        self.order = run.data.order_of(context.train_source)
-        self.measure(context.train_source, context.seed, context.parallel.data_world)
+        self.order = run.data.order_of(context.data.train)
+        self.measure(context.data.train, context.seed, context.parallel.data_world)
 
     def over(self, order: Order) -> Self:
         """Return a copy for one run, with this order of the training samples, which counts and requests them."""

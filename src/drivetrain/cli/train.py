@@ -94,8 +94,11 @@ def _train(given: argparse.Namespace) -> int:
     recipe = None if several else places.named(overrides)
     if several or (recipe is not None and recipe.sweep):
         from drivetrain.measure.report import report
+        from drivetrain.sweeps import driver
 
-        return report.sweep(given.overrides, given.config_dir, given.quiet)[1]
+        folder, code = driver.run(given.overrides, given.config_dir, given.quiet)
+        report.of_sweep(folder)
+        return code
     settings.check_one_run()
     job = prepare(overrides, given.config_dir, recipe, hydra=settings)  # first: a wrong word is answered without what starts runs
     return _run(job, given.quiet)

@@ -238,21 +238,20 @@ def _with_noise_scale(
     return noise, NoiseScaleStep(step, noise, parameters, parallel)
 
 
-def _load_data(context: RunContext, debug: Debug, loaded: Splits | None) -> Batch:
-    """Load the data and build the batch. Sample lengths may set the batch size, and so the number of updates of the run.
+def _for_model(data: Splits, views: int, loss: Loss) -> Splits:
+    """The data as a model gets it: the loss may give one view of a sample at a time, or want several outputs for each number."""
+    shape = loss.input_shape((views, *data.shape) if views > 1 else data.shape)
+    example = data.example
+    if shape != data.shape and isinstance(example, torch.Tensor):  # views that own data makes: one is an input
+        example = example.flatten(0, 1)[: len(example)]
+    return replace(data, classes=loss.outputs(data.classes), shape=shape, example=example)
 
-    `loaded` is the same data, where it is read already.
-    """
+
+def _load_data(context: RunContext, debug: Debug, loaded: Splits | None) -> Batch:
+    """Load the data, if no stage has, and build the batch. Sample lengths may set its size, and so the run's updates."""
     run, loss = context.run, Loss.of(context.run)
-    data = loaded or Data.of(context.run).load_sets(context.device)
-    context.loaded = data
-    shape_as_loaded = data.shape
-    # The loss may give the model one view of a sample at a time, or want several outputs for each number.
-    shape = (run.data.views, *data.shape) if run.data.views > 1 else data.shape
-    data = replace(data, classes=loss.outputs(data.classes), shape=loss.input_shape(shape))
-    if data.shape != shape_as_loaded and isinstance(data.example, torch.Tensor):  # views that own data makes: one is an input
-        data = replace(data, example=data.example.flatten(0, 1)[: len(data.example)])
-    context.data, context.train_source = data, data.train
+    context.loaded = loaded or Data.of(run).load_sets(context.device)
+    data = context.data = _for_model(context.loaded, run.data.views, loss)
     known_before = horizons.run_horizon(run) is not None
     batch: Batch = Batch.of(run).build(context)
     bytes_each = 4 if context.device.type == "cpu" else 1  # of a number: images are sent to a device as bytes
@@ -261,7 +260,7 @@ def _load_data(context: RunContext, debug: Debug, loaded: Splits | None) -> Batc
     )
     context.batch, context.horizon = batch, _horizon(context, batch, known_before)
     steps = tuple(Augment.all_of(run)) if run.debug.augments else ()
-    refuse(_cannot_augment(context, steps, shape_as_loaded))
+    refuse(_cannot_augment(context, steps, context.loaded.shape))
     drawn = loss.steps(data)
     about: JsonObject = {"images": data.images, "views": run.data.views, "masks": run.data.targets == "mask"}
     train = Pipeline(data.train, (*drawn, *steps), data.normalize, context.seed, data.classes, batch.pad_to, **about)
@@ -367,7 +366,7 @@ def build_for_inference(context: RunContext, data: Splits) -> torch.nn.Module:
 
 def _count_flops(context: RunContext, model: torch.nn.Module, example: Tree) -> flops.ModelFlops:
     """Count the operations that a sample takes. All ranks do: a forward may have collectives, as synchronized BatchNorm's has."""
-    lengths, padded, reason = context.train_source.lengths, context.train_data.pad_to > 1, ""
+    lengths, padded, reason = context.data.train.lengths, context.train_data.pad_to > 1, ""
     longest = example.shape[1] if isinstance(example, torch.Tensor) else 0
     # Half of the samples are shorter than the example: their operations would be counted too high.
     several = lengths is not None and len(lengths) and (context.data.example is not None or int(lengths.median()) + 1 < longest)

@@ -84,7 +84,7 @@ class OverClasses(Loss):
 
     def setup(self, context: BuildContext) -> None:
         key = f"{self.target_key}.class_weights"
-        found = weights_for(self.class_weights, context.train_source, context.data.classes, self.ignore_index, key)
+        found = weights_for(self.class_weights, context.data.train, context.data.classes, self.ignore_index, key)
         self.weight = None if found is None else found.to(context.device)
 
     def count(self, target: Tree) -> torch.Tensor:
@@ -257,7 +257,7 @@ class Bce(Loss):
 
     def setup(self, context: BuildContext) -> None:
         key, self.labels = f"{self.target_key}.pos_weight", context.data.classes
-        found = positive_weights_for(self.pos_weight, context.train_source, context.data.classes, key)
+        found = positive_weights_for(self.pos_weight, context.data.train, context.data.classes, key)
         self.weight = None if found is None else found.to(context.device)
 
     def count(self, target: Tree) -> torch.Tensor:

@@ -15,7 +15,7 @@ from drivetrain.core.options.horizon import Horizon, Progress
 from drivetrain.core.options.run_spec import RunSpec
 from drivetrain.core.step.microbatch import Request
 from drivetrain.core.step.model_call import ModelCall
-from drivetrain.core.step.source import PipelineParts, Source
+from drivetrain.core.step.source import PipelineParts
 from drivetrain.core.step.step import Stream
 from drivetrain.core.step.trees import Tree
 from drivetrain.core.world import World
@@ -59,7 +59,6 @@ class BuildContext:
     seed: int = field(init=False)
     parallel: groups.Parallel = field(init=False)
     data: groups.Splits = field(init=False)  # as the loss takes them
-    train_source: Source = field(init=False)
     batch: groups.Batch = field(init=False)
     horizon: Horizon = field(init=False)
     precision: groups.Precision = field(init=False)

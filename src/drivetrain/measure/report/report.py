@@ -29,7 +29,6 @@ from drivetrain.measure.intervals import deviation
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find, put_on_one_clock, read
 from drivetrain.run.result import Result
-from drivetrain.sweeps import driver
 from drivetrain.ui import plots
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
@@ -477,12 +476,10 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     return _write(sheet, table_of_all, folder)
 
 
-def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool = False) -> tuple[Path, int]:
-    """Run a sweep, and write the page and the CSV of its runs into its folder; return that, and the exit code."""
-    folder, code = driver.run(overrides, config_dirs, quiet)
-    with suppress(OSError, UserError):  # a full disk, or no job that began
+def of_sweep(folder: Path) -> None:
+    """Write the page and the CSV of a sweep's runs into its folder, where some began and the disk has room."""
+    with suppress(OSError, UserError):
         _write(*sheet_of(find([folder]), None, folder), folder)
-    return folder, code
 
 
 def _of_one(run: RunFiles, found: Table, settings: ReportSettings) -> int:
