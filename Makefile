@@ -40,8 +40,9 @@ check: $(VENV)/.tested
 	$(BIN)/ruff format --check src tests bench examples docs/site
 	$(BIN)/mypy
 
-docs: $(VENV)/.installed           ## the documentation as a site, to read and search without a network: outputs/site/index.html
+docs: $(VENV)/.tested              ## the documentation as a site, to read and search without a network: outputs/site/index.html
 	$(PIP) $(LOCKED)/docs.txt
+	$(BIN)/python -m bench.pairwise --minutes 0
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.tested             ## our step against other loops, interleaved; results to bench/results

@@ -1,8 +1,8 @@
 """Options together, by commands of two updates and a save: every pair of two groups, or random triples.
 
 `python -m bench.pairwise [--jobs N] [--journal FILE]` covers the pairs by rows of many options. A pair trains, or is refused with
-a reason that names both; one whose row fails is tried by itself. It writes docs/pairwise.md. With `--minutes 0` nothing is
-trained: the page has what is refused.
+a reason that names both; one whose row fails is tried by itself. It writes outputs/pairwise.md, the record from which
+`make docs` makes a page. With `--minutes 0` nothing is trained: the record has what is refused.
 
 `python -m bench.pairwise --triples N [--first N]` draws options of three groups, the same ones every time. A tenth of those that
 train is certified beside the same run without its exact and close techniques. It writes bench/results/triples-cpu.json.
@@ -32,7 +32,7 @@ from tests.support.pairwise import Pair
 
 from bench import harness
 
-PAGE = harness.ROOT / "docs" / "pairwise.md"
+PAGE = harness.ROOT / "outputs" / "pairwise.md"
 TRAINED, REFUSED, OPEN = "trained", "refused", "open"
 # These take half a minute: they compile, or try sizes in processes of their own.
 SLOW = ("compile=inductor", "compile=regional", "compile=step", "checkpointing=budget", "batch=auto", "batch=critical")
@@ -227,7 +227,7 @@ class Campaign:
 
 
 def document(asked: Asked, groups: dict[str, list[str]], campaign: Campaign) -> str:
-    """docs/pairwise.md."""
+    """outputs/pairwise.md."""
     pairs = all_pairs(list(groups.values()))
     trained, refused = campaign.trained(), refusals(asked, campaign)
     alone = sum(any(word in asked.alone for word in pair) for pair in pairs)
@@ -263,7 +263,7 @@ def refusals(asked: Asked, campaign: Campaign) -> dict[Pair, str]:
 
 
 def pairs(given: Any, folder: Path, journal: Journal) -> bool:
-    """Ask, try, write docs/pairwise.md. Return whether a pair is open, or is refused by words that do not name both options."""
+    """Ask, try, write the record. Return whether a pair is open, or is refused by words that do not name both options."""
     groups = pairwise.factors()
     composed.install()
     asked = ask(folder, groups, given.jobs)

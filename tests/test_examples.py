@@ -378,7 +378,6 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / "examples").rglob("README.md"),
 ]
-WRITTEN = [page for page in PAGES if page.name != "pairwise.md"]  # that one is generated
 COMMAND = re.compile(r"^    (python -m src\.train|drivetrain (?:train|compare|show)) (.*)$", re.M)
 # What only a reader's machine has: photographs, a packed folder, shards, runs, a recipe, an installed plugin.
 READERS_OWN = (
@@ -398,7 +397,7 @@ def test_the_links_of_a_page_lead_somewhere(page):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_commands_of_a_page_are_good(page, monkeypatch, my_pkg):
     """Each is composed and validated, as far as that goes without what the reader's machine has."""
     monkeypatch.syspath_prepend(HERE)

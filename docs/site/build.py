@@ -36,9 +36,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {page: (ROOT / file).read_text(encoding="utf-8") for page, file in HOME.items()}
     pages |= {f"techniques/{name}.md": text for name, text in cards.pages(ROOT).items()}
     pages |= {f"reference/{name}.md": text for name, text in reference.pages().items()}
-    pages["pairwise.md"] = matrix.page(ROOT, cards.overrides())
-    if (record := files.get_file_from_path("pairwise.md")) is not None:
-        files.remove(record)  # the page is made from it
+    pages["pairwise.md"] = matrix.page(cards.overrides())
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))
     for path in sorted({path for file in files.documentation_pages() for path in _outside(file)}):

@@ -32,7 +32,7 @@ def titles() -> dict[str, str]:
 
 def pages(root: Path) -> dict[str, str]:
     """Group → its page, in Markdown."""
-    record, measured = matrix.read(root), _measured(root)
+    record, measured = matrix.read(), _measured(root)
     found = {}
     for group, files in catalog.option_files().items():
         rows = [f"| [`{group}={name}`](#{group}-{name}) | {catalog.summary(file)} |" for name, file in files.items()]
@@ -116,8 +116,7 @@ def _pairs(record: matrix.Record, override: str) -> Iterator[str]:
     if override in record.alone:
         yield f"**Combines with:** not tried, since that machine could not run it ({cell(record.alone[override])}).\n"
     elif others := record.others(override):
-        trained = f"{len(others)} options of other groups, each trained together with it"
-        yield f"**Combines with:** {trained} ([all pairs](../pairwise.md)).\n"
+        yield f"**Combines with:** {len(others)} options of other groups ([all pairs](../pairwise.md)).\n"
     refused = {next(iter(pair - {override})): reason for pair, reason in record.refused.items() if override in pair}
     if refused:
         yield f'??? note "Refused with {len(refused)} other option{"s" if len(refused) > 1 else ""}"\n'

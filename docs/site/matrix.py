@@ -1,13 +1,16 @@
-"""The page of which options go together: from docs/pairwise.md, the record of the campaign that tried every pair."""
+"""The page of which options go together: from the record that `python -m bench.pairwise` writes."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
+# `make docs` has it written by the rules, before the site is built.
+RECORD = Path(os.environ.get("PAIRS", Path(__file__).resolve().parents[2] / "outputs" / "pairwise.md"))
 PAIR = re.compile(r"^\| (\S+) · (\S+) \| (.*) \|$", re.MULTILINE)
 ROW = re.compile(r"^\| ([^|]+?) \| (.*) \|$", re.MULTILINE)
 
@@ -22,7 +25,7 @@ class Record:
     alone: dict[str, str]  # override → why the machine of the campaign could not run it
 
     def others(self, override: str) -> list[str]:
-        """The options of other groups that trained together with this one."""
+        """The options of other groups that go together with this one."""
         group = override.partition("=")[0]
         if override in self.alone or override not in self.tried.get(group, []):
             return []
@@ -30,9 +33,9 @@ class Record:
         return [word for word in words if word not in self.alone and frozenset((word, override)) not in self.refused]
 
 
-def read(root: Path) -> Record:
-    """The record in docs/pairwise.md."""
-    head, *sections = re.split(r"^## .*\n", (root / "docs" / "pairwise.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+def read() -> Record:
+    """The record."""
+    head, *sections = re.split(r"^## .*\n", RECORD.read_text(encoding="utf-8"), flags=re.MULTILINE)
     refused, alone, tried = (section for section in sections[:3])
     return Record(
         " ".join(head.partition("\n\n")[2].split("\n\n")[0].split()),
@@ -42,16 +45,15 @@ def read(root: Path) -> Record:
     )
 
 
-def page(root: Path, options: dict[str, list[str]]) -> str:
+def page(options: dict[str, list[str]]) -> str:
     """The page. `options` are those that there are now: group → overrides."""
-    record = read(root)
-    return "\n".join(_lines(record, options))
+    return "\n".join(_lines(read(), options))
 
 
 def _lines(record: Record, options: dict[str, list[str]]) -> Iterator[str]:
     groups = list(record.tried)
     yield from ("# Which options go together", "", record.head, "")
-    yield "A number says how many pairs of two groups are refused, with a reason and before a run starts. ✓: all train together."
+    yield "A number says how many pairs of two groups are refused, with a reason and before a run starts. ✓: none is."
     yield from ("", f"| | {' | '.join(groups[:-1])} |", f"|---{'|---' * (len(groups) - 1)}|")
     for at, group in enumerate(groups[1:], 1):
         counts = " | ".join(_count(record, group, other) for other in groups[:at])
@@ -67,7 +69,7 @@ def _lines(record: Record, options: dict[str, list[str]]) -> Iterator[str]:
         yield from ("", "## Not tried", "")
         yield f"{len(new)} options came later. Their rules refuse pairs as well, and each is tested by itself: "
         yield ", ".join(f"`{word}`" for word in new) + "."
-    yield from ("", "`python -m bench.pairwise` tries all pairs anew, and writes the record of this page.", "")
+    yield from ("", "`python -m bench.pairwise` also trains all pairs, and writes the record of this page.", "")
 
 
 def _refused(record: Record, one: str, other: str) -> dict[tuple[str, str], str]:
@@ -92,7 +94,7 @@ def _pair(record: Record, one: str, other: str) -> Iterator[str]:
             yield f"| `{a}` | {' | '.join(marks)} |"
     yield from (
         "",
-        "✗ refused, ✓ trained together, – not on that machine. Options that go with all of the other group are left out.",
+        "✗ refused, ✓ goes together, – not on that machine. Options that go with all of the other group are left out.",
         "",
     )
     yield from (f"- `{a}` and `{b}`: {_cell(reason)}" for (a, b), reason in refused.items())

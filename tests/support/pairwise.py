@@ -1,6 +1,6 @@
 """Combinations of options: what each wants beside its name, and what becomes of it: trained, or refused before it starts.
 
-`python -m bench.pairwise` tries every pair and writes docs/pairwise.md; the suite tries a sample.
+`python -m bench.pairwise` tries every pair and writes outputs/pairwise.md; the suite tries a sample.
 """
 
 from __future__ import annotations
