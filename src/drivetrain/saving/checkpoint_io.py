@@ -18,7 +18,7 @@ from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.core.machine import files
 from drivetrain.core.typed import JsonMapping, JsonObject, StateDict
 from drivetrain.saving import manifest, sharded_checkpoint, space
-from drivetrain.saving.content import Divided, Shards, Undivided, check_weights
+from drivetrain.saving.content import Divided, Malformed, Shards, Undivided
 from drivetrain.saving.manifest import checkpoints
 
 if TYPE_CHECKING:
@@ -147,12 +147,18 @@ def _finish(run_dir: Path, update: int, about: Mapping[str, object] | None) -> P
 def load(checkpoint: Path, shards: Shards | None = None) -> tuple[dict[str, torch.Tensor], JsonObject]:
     """Load weights and state of a verified checkpoint. The state holds plain tensors and containers, never a pickled object.
 
-    Every rank reads its `shards` of a sharded checkpoint. Without them a single process reads all of it.
+    Every rank reads its `shards` of a sharded checkpoint. Without them a single process reads all of it. Raises Malformed
+    for what torch and safetensors refuse to read.
     """
-    state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
-    if (checkpoint / "model.safetensors").exists():
-        weights = safetensors.torch.load_file(checkpoint / "model.safetensors")
-    else:
+    weights: dict[str, torch.Tensor] | None = None
+    try:
+        state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
+        if (checkpoint / "model.safetensors").exists():
+            weights = safetensors.torch.load_file(checkpoint / "model.safetensors")
+    except Exception as error:  # whatever the bytes make of a reader
+        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise Malformed(f"{checkpoint} cannot be read: {why}") from error
+    if weights is None:
         shapes = state.pop("pieces")
         tensors = sharded_checkpoint.read(checkpoint, shapes, shards or Undivided(), alone=shards is None)
         weights, state = sharded_checkpoint.unflatten_state(tensors, state)
@@ -185,9 +191,9 @@ def updates(run_dir: Path) -> list[int]:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Read a safetensors file of a run. Raises OSError for what is no ordinary file, and ValueError for one that is damaged."""
-    with files.opened(path, "rb") as file:
-        check_weights(file)
+    """Read a safetensors file of a run. Raises OSError for what is no ordinary file, SafetensorError for a damaged one."""
+    with files.opened(path, "rb"):
+        pass
     return safetensors.torch.load_file(path)
 
 

@@ -18,7 +18,7 @@ from drivetrain.core.step.trees import Tree
 from drivetrain.core.typed import JsonMapping, JsonObject, fits
 from drivetrain.run import directory
 from drivetrain.run.result import Result
-from drivetrain.saving.content import Malformed, check_state, check_weights
+from drivetrain.saving.content import Malformed, check_state
 
 MOST = 2**31  # of a size: that of a dimension, of outputs, of a vocabulary
 DEEPEST = 20  # levels of a tree of inputs
@@ -169,8 +169,8 @@ def _wrong_with(file: Path, expected: str, size: int | None) -> str | None:
             opened.seek(0)
             if hashlib.file_digest(opened, "sha256").hexdigest() != expected:
                 return f"has a damaged {file.name} (its SHA-256 differs)"
-            if file.suffix in CHECKS:
-                CHECKS[file.suffix](opened)
+            if file.suffix == ".pt":
+                check_state(opened)
     except FileNotFoundError:
         return f"lacks {file.name}"
     except Malformed as error:
@@ -178,9 +178,6 @@ def _wrong_with(file: Path, expected: str, size: int | None) -> str | None:
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         return f"has a {file.name} that cannot be read ({getattr(error, 'strerror', None) or error})"
     return None
-
-
-CHECKS = {".pt": check_state, ".safetensors": check_weights}
 
 
 def about(checkpoint: Path) -> JsonObject:
