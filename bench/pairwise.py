@@ -263,7 +263,7 @@ def refusals(asked: Asked, campaign: Campaign) -> dict[Pair, str]:
 
 
 def pairs(given: Any, folder: Path, journal: Journal) -> bool:
-    """Ask, try, write the record. Return whether a pair is open, or is refused by words that do not name both options."""
+    """Ask, try, write the record. Return whether, after training, a pair is open, or refused by words that do not name both."""
     groups = pairwise.factors()
     composed.install()
     asked = ask(folder, groups, given.jobs)
@@ -275,7 +275,7 @@ def pairs(given: Any, folder: Path, journal: Journal) -> bool:
     left = asked.allowed - campaign.trained() - set(refusals(asked, campaign))
     unclear = [pair for pair, reason in refusals(asked, campaign).items() if not pairwise.names_both(pair, reason)]
     print(f"{len(left)} pairs open, {len(unclear)} refused by words that do not name both", *map(sorted, unclear[:20]), sep="\n")
-    return bool(left or unclear)
+    return given.minutes > 0 and bool(left or unclear)
 
 
 # --- triples ---

@@ -74,7 +74,7 @@ WITHOUT_A_MODEL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "own model without trust": (("model=own", "model.target=posix.system"), ("model.target=posix.system", "trust=[posix]")),
     "own model without a target": (("model=own",), ("model.target",)),
     "target by hand": (("model._target_=posix.system",), ("model._target_", "model=own")),
-    "Hydra's settings": (("hydra.job.chdir=true",), ("hydra.job.chdir", "output_dir")),
+    "Hydra's settings": (("hydra.job.chdir=true",), ("hydra.job.chdir", "hydra.run.dir")),
     "Hydra's groups": (("hydra/launcher=joblib",), ("hydra/launcher",)),
     "deletion": (("~optimizer",), ("~optimizer", "optimizer=NAME")),
     "package": (("optimizer@elsewhere=sgd",), ("optimizer@elsewhere=sgd", "optimizer=sgd")),

@@ -49,11 +49,9 @@ def own(tmp_path: Path) -> Path:
     ("typed", "meant"),
     [
         ("~clip", "clip=none"), ("~surgery", "surgery=[]"), ("~parallel", "parallel=single"), ("~batch", "batch=fixed"),
-        ("~optimizer", "~optimizer"), ("~clip=norm", "~clip=norm"), ("optimizer@optimizer=sgd", "optimizer=sgd"),
-        ("+optimizer@optimizer=sgd", "optimizer=sgd"), ("optimizer@mine=sgd", "optimizer@mine=sgd"),
+        ("~optimizer", "~optimizer"), ("~clip=norm", "~clip=norm"), ("optimizer@mine=sgd", "optimizer@mine=sgd"),
         ("+experiment=fast", "recipe=fast"), ("experiment=fast,naive", "recipe=fast,naive"), ("+epochs=3", "+epochs=3"),
         ("precision=glob(bf*)", "precision=bf16,bf16_pure"), ("clip=glob([n*,v*],exclude=none)", "clip=norm,value"),
-        ("recipe=glob(fast*)", "recipe=fast,fast_gpu"),
     ],
 )  # fmt: skip
 def test_idioms_in_drivetrains_words(typed: str, meant: str) -> None:
@@ -130,11 +128,10 @@ def test_info_says_who_chose_what(own: Path, capsys: pytest.CaptureFixture[str])
         (["--hydra-help"], "drivetrain train --help"), (["-sc", "install=bash"], "drivetrain completion bash"),
         (["--experimental-rerun", "x"], "recipe=RUN/recipe.yaml"), (["--config-path", "x"], "--config-dir FOLDER"),
         (["--config-nam", "x", "--nope"], "did you mean"), (["hydra.sweep.dir=x"], "say -m"),
-        (["hydra.mode=MULTIRUN", "hydra.run.dir=x", "epochs=1,2"], "hydra.sweep.dir="),
+        (["-m", "hydra.run.dir=x", "epochs=1,2"], "hydra.sweep.dir="),
         (["--config-name", "nope"], "recipe=nope is not known"), (["hydra.run.dri=x"], "'hydra.run.dir'"),
-        (["hydra.searchpath=[x]"], "--config-dir"), (["hydra.job.env_set.A=1"], "NAME=value"), (["hydra.verbose=true"], "-q"),
-        (["hydra/job_logging=none"], "log.txt"), (["hydra.output_subdir=3"], "must be a text"),
-        (["hydra.job.id=3"], "cannot be set"),
+        (["hydra.job.env_set.A=1"], "`drivetrain train --help`"), (["hydra/job_logging=none"], "it takes hydra.run.dir"),
+        (["hydra.mode=MULTIRUN", "epochs=1,2"], "behind -m"), (["hydra.job.name=3"], "must be a text"),
         (["resume=x", "hydra.run.dir=y"], "leave out hydra.run.dir"), (["-m", "resume=x", "hydra.sweep.dir=y"], "no sweep"),
         (["-c", "config.yaml"], "recipe=config.yaml"), (["--cfg", "jobb"], "one of job, hydra, all"),
         (["ema=True"], "ema=true is no option"), (["augment=nope"], "there is: color_jitter"),
@@ -150,8 +147,8 @@ def test_one_line_says_what_to_type(words: list[str], part: str, capsys: pytest.
 
 
 def test_other_verbs_refuse_what_is_for_one_run() -> None:
-    assert problems(lambda: prepare(["hydra.run.dir=x"]))[0].endswith("set output_dir=… here")
-    assert all(key in instead(f"hydra.{key}=1") for key in HONOURED)
+    assert "for one run by `drivetrain train`" in problems(lambda: prepare(["hydra.run.dir=x"]))[0]
+    assert all(f"hydra.{key}" in instead("hydra.verbose=true") for key in HONOURED)
 
 
 # --- where runs go ---
@@ -159,8 +156,8 @@ def test_other_verbs_refuse_what_is_for_one_run() -> None:
 
 def test_run_dir_is_resolved_as_in_hydra() -> None:
     words = ["hydra.run.dir=r/${hydra:job.name}/${model.width}/${hydra.job.override_dirname}", "hydra.job.name=me", "epochs=2"]
-    job = prepare_run([*words, "runtime.seed=3", "hydra.job.config.override_dirname.exclude_keys=[epochs]"])
-    assert job.new_run_dir() == Path("r/me/16/runtime.seed=3")
+    job = prepare_run([*words, "runtime.seed=3"])
+    assert job.new_run_dir() == Path("r/me/16/epochs=2,runtime.seed=3")
     assert prepare_run(["epochs=2"]).new_run_dir().parts[0] == "outputs"
 
 
@@ -197,8 +194,6 @@ def test_the_hydra_folder_is_what_hydra_writes_and_holds_no_secret(tmp_path: Pat
     (folder / "config.yaml").write_text("theirs")
     job.write_files(tmp_path)
     assert (folder / "config.yaml").read_text() == "theirs"
-    assert "output_subdir" in HydraSettings({"output_subdir": None}).node(job.composed)
-    assert HydraSettings({"output_subdir": None}).folder is None
 
 
 def test_a_jobs_folder_is_named_by_subdir(tmp_path: Path) -> None:
@@ -259,10 +254,6 @@ def test_names_of_other_frameworks_lead_to_drivetrains(name: str) -> None:
 )
 def test_a_setting_without_its_group(word: str, part: str) -> None:
     assert part in problems(lambda: prepare([word]))[0]
-
-
-def test_hydras_callbacks_are_answered_by_those_of_a_run() -> None:
-    assert "callbacks=[my_pkg.MyCallback]" in problems(lambda: prepare(["hydra.callbacks.mine._target_=a.B"]))[0]
 
 
 def test_one_package_needs_no_brackets() -> None:

@@ -90,9 +90,8 @@ def _refuse_flags_of_hydra(given: argparse.Namespace) -> None:
 
 def _train(given: argparse.Namespace) -> int:
     settings, overrides = hydra_words.split(given.overrides)
-    several = given.multirun or settings.given.get("mode") == "MULTIRUN"
-    recipe = None if several else places.named(overrides)
-    if several or (recipe is not None and recipe.sweep):
+    recipe = None if given.multirun else places.named(overrides)
+    if given.multirun or (recipe is not None and recipe.sweep):
         from drivetrain.measure.report import report
         from drivetrain.sweeps import driver
 

@@ -42,9 +42,7 @@ def _leave_hydras_folder(run_dir: Path, config: str, composed: Composed, setting
 
     What Hydra itself wrote, for a script with @hydra.main that this run is part of, is left as it is.
     """
-    if settings.folder is None:
-        return
-    folder = run_dir / settings.folder
+    folder = run_dir / ".hydra"
     if folder.is_symlink():  # it would be followed to a folder elsewhere
         return
     if (hydras := folder / "hydra.yaml").exists():
