@@ -22,6 +22,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # whatever it is outside: the workers of xd
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits by spinning takes the core from the one it waits for
 
 from drivetrain.core.machine import signals
+from drivetrain.core.machine.isolation import isolated
 from tests.support import composed, fork_server
 
 sys.dont_write_bytecode = False
@@ -104,17 +105,8 @@ def _own_place(_no_launcher: None, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     for name in (*OF_LAUNCHERS, "PYTHONSAFEPATH"):  # the command sets the last one, also in a test that calls it as a function
         monkeypatch.delenv(name, raising=False)
-    yield
-    torch = sys.modules.get("torch")
-    if torch is not None:  # only where the test has loaded it
-        torch.set_default_dtype(torch.float32)
-        torch.autograd.set_detect_anomaly(False)
-        torch.use_deterministic_algorithms(False)
-        products = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = True
-        assert products == ("highest", True), "the test left torch computing float32 products in another way"
-        assert not torch.is_autocast_enabled("cpu"), "the test left autocast on"
+    with isolated():
+        yield
 
 
 @pytest.fixture(autouse=True)

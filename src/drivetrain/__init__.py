@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from drivetrain.core.machine.isolation import isolated
 from drivetrain.core.machine.process import __version__ as __version__
 from drivetrain.core.user.callback import Callback as Callback
 from drivetrain.core.user.callback import Event as Event
@@ -44,6 +45,7 @@ def train(config: Sequence[str] | Mapping[str, object] = (), config_dirs: Sequen
     return launch_train(config, config_dirs, keywords)
 
 
+@isolated()
 def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: object) -> "pandas.DataFrame":
     """Run `python -m src.train -m <overrides>`, such as ["optimizer=sgd,adamw"], and return its runs, as `runs` does.
 
@@ -62,6 +64,7 @@ def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keyw
     return as_frame(folder)
 
 
+@isolated()
 def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: object) -> "Comparison":
     """Run `drivetrain compare <overrides>`, such as ["precision=fp32,bf16", "quality=true"], and return what was measured.
 
@@ -76,6 +79,7 @@ def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **ke
     return run(words_of("drivetrain.compare", overrides, keywords), config_dirs)[0]
 
 
+@isolated()
 def doctor(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: object) -> "Diagnosis":
     """Run `drivetrain doctor <overrides>` and return what it found: `profile`, `problems` and `gains`.
 
@@ -89,6 +93,7 @@ def doctor(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **key
     return examine(words_of("drivetrain.doctor", overrides, keywords), config_dirs)
 
 
+@isolated()
 def load(
     run_dir: Path | str,
     overrides: Sequence[str] = (),

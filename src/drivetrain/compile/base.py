@@ -22,10 +22,11 @@ from drivetrain.core.machine.torch_patches import wrap_forward
 from drivetrain.core.options import groups
 from drivetrain.core.options.allowed import Name
 from drivetrain.core.options.option import BuildContext, Effect, Option, RunSpec
+from drivetrain.core.step import streams
 from drivetrain.core.step.blocks import blocks_for, describe_blocks
 from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.step.step import Step, WrappingStep
-from drivetrain.core.step.trees import Tree, first
+from drivetrain.core.step.trees import Tree
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +133,7 @@ class Jit(Compiled):
         return jitted
 
     def _trace(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
-        device = first(example).device  # the only one that is used: by default torch would start all of them
-        with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
+        with streams.apart():
             inputs = {"example_kwarg_inputs": example} if isinstance(example, dict) else {"example_inputs": example}
             traced: torch.nn.Module = torch.jit.trace(model, **inputs, check_trace=False)
         return traced

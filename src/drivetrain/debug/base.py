@@ -79,13 +79,9 @@ class Anomaly(Debug):
             )
 
     def setup(self, context: BuildContext) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that it is slow, as the documentation of this option does
-            torch.autograd.set_detect_anomaly(True, check_nan=self.check_nan)
-        context.on_exit.callback(torch.autograd.set_detect_anomaly, False)
+        torch.set_anomaly_enabled(True, self.check_nan)
         self._traceback: list[str] = []
         self._showwarning = warnings.showwarning
-        context.on_exit.callback(setattr, warnings, "showwarning", self._showwarning)
         warnings.showwarning = self._capture_traceback
 
     def _capture_traceback(self, message: Warning | str, *rest: Any, **more: Any) -> None:

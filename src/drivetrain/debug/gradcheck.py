@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from annotated_types import Ge, Le
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
+from drivetrain.core.machine import isolation
 from drivetrain.core.options.groups import Loss
 from drivetrain.core.options.option import BuildContext, Count, Positive, RunSpec
 from drivetrain.core.step.microbatch import MicroBatch, Request
@@ -225,7 +225,8 @@ class Gradcheck(Debug):
         x, y = (cast(to(tree, device), torch.float64) for tree in data(request))
         batch = MicroBatch(x, y, torch.ones((), device=device), True, False)
         arguments = self._context.model_call.arguments(loss.joined(x))
-        with _float64_and_own_rng(device):
+        with isolation.isolated(isolation.settings()):
+            torch.set_default_dtype(torch.float64)
             try:
                 copy = deepcopy(model).double().train()
             except Exception as error:
@@ -294,18 +295,6 @@ class Gradcheck(Debug):
             return loss.step(lambda _: output, batch)
 
         return Call(loss_with, (), {}, selected)
-
-
-@contextmanager
-def _float64_and_own_rng(device: torch.device) -> Iterator[None]:
-    """Make float64 the default dtype and fork the random state, so that the check does not affect training."""
-    before = torch.get_default_dtype()
-    with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type), torch.enable_grad():
-        torch.set_default_dtype(torch.float64)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
 
 
 def _contains(name: str, others: Sequence[str] | dict[str, str]) -> bool:

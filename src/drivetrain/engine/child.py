@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from drivetrain.config import validate
-from drivetrain.core.machine import forking
+from drivetrain.core.machine import forking, isolation
 from drivetrain.core.machine.signals import ended_by_signals
 from drivetrain.core.options.context import NO_RUN_DIR
 from drivetrain.core.options.option import RunSpec
@@ -49,6 +49,7 @@ def built(run: RunSpec, values: bool, on_exit: ExitStack, folder: Path = NO_RUN_
     from drivetrain.engine import build
     from drivetrain.engine.rehearsal import Fakes
 
+    on_exit.enter_context(isolation.isolated())
     looking = run.with_parts(precision=Precision.of(run).with_values(looks_for_slow_layers=values))
     without_values = None if values else Fakes().as_parameters()
     return build.build(RunContext(looking, World(), folder, on_exit=on_exit, without_values=without_values), [])

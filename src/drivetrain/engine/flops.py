@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from drivetrain.core.machine import isolation
 from drivetrain.core.machine.device import synchronize
 from drivetrain.core.step import streams
 from drivetrain.core.step.trees import Tree, call, length
@@ -94,12 +95,9 @@ def measured(device: torch.device, number_format: str) -> float:
     """
     if device.type != "cpu":
         return _products(device, number_format, time.perf_counter)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return threads * _products(device, number_format, time.thread_time)
-    finally:
-        torch.set_num_threads(threads)
+    number = torch.get_num_threads()
+    with isolation.threads(1):
+        return number * _products(device, number_format, time.thread_time)
 
 
 def _products(device: torch.device, number_format: str, clock: Callable[[], float]) -> float:

@@ -18,6 +18,7 @@ from drivetrain.core.options.horizon import Progress
 from drivetrain.core.options.protocols import LogWriter
 from drivetrain.core.options.run_spec import Stage
 from drivetrain.core.options.stages import Boundary
+from drivetrain.core.step import streams
 from drivetrain.core.step.step import Stream
 from drivetrain.core.typed import StateDict
 from drivetrain.engine import build
@@ -215,7 +216,7 @@ def _shapes(context: RunContext, stage: Stage) -> Mapping[str, tuple[int, ...]]:
     tried = RunContext(run, context.world, context.run_dir)
     tried.device, tried.seed, tried.data = torch.device("meta"), context.seed, replace(context.data, shape=shape)
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        with streams.apart(), torch.device("meta"):
             return {name: tuple(p.shape) for name, p in Model.of(run).create_for(tried).named_parameters()}
     except UserError:
         raise

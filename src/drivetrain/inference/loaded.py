@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 
 from drivetrain.config import validate as check
 from drivetrain.core.errors import UserError
-from drivetrain.core.step import streams
+from drivetrain.core.machine import isolation
 from drivetrain.core.step.target_kinds import DESCRIPTIONS, TargetKind
 from drivetrain.core.step.trees import Tree, described, first
 from drivetrain.core.world import World
@@ -49,6 +49,7 @@ class LoadedRun:
         # What the model predicts, as the data's `targets` say it: class, labels, values, tokens, …
         self.kind: TargetKind = self.about["targets"] or self.run.loss.takes[0]
         self._units = data.units and data.units.to(context.device)
+        self._settings = isolation.settings()  # of torch, as the run has them
         self._forward = context.model_call.taking_batches(model)
 
     def predict(self, x: object) -> Predictions:
@@ -56,7 +57,8 @@ class LoadedRun:
 
         They are resized, encoded and normalised as the run's own evaluation does it. Raises UserError where they do not fit.
         """
-        return self.predict_ready(self.transforms(x))
+        with isolation.isolated(self._settings):
+            return self.predict_ready(self.transforms(x))
 
     def predict_ready(self, x: object) -> Predictions:
         """Predict a batch that `transforms` has made. Raises UserError where the model cannot take it."""
@@ -80,7 +82,7 @@ class LoadedRun:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """A context in which the model computes as in the run's own evaluation."""
-        with torch.no_grad(), self._precision.autocast():
+        with isolation.isolated(self._settings), torch.no_grad(), self._precision.autocast():
             yield
 
     def example(self) -> Tree:
@@ -156,9 +158,8 @@ def open_run(finished: Finished) -> LoadedRun:
     run = finished.job.run
     check.validate_device(run, finished.used)
     about = manifest.about(finished.checkpoint)
-    with ExitStack() as on_exit:  # also where it fails, the switches of torch that precision and runtime set are as before
-        on_exit.enter_context(streams.apart())  # building initialises the weights
-        context = RunContext(run, World(), finished.run_dir, on_exit=on_exit)
+    with isolation.isolated():
+        context = RunContext(run, World(), finished.run_dir)
         data = recall(about, finished.run_dir) if about else Data.of(run).load(torch.device("cpu"))
         try:
             model = build.build_for_inference(context, data)
@@ -170,7 +171,7 @@ def open_run(finished: Finished) -> LoadedRun:
                 f"({_first_line(error)}): the file was changed, or the model's code was"
             ) from error
         load_weights(model, finished.weights())
-    return LoadedRun(finished, model.requires_grad_(False), data, context)
+        return LoadedRun(finished, model.requires_grad_(False), data, context)
 
 
 def _first_line(error: Exception) -> str:

@@ -19,7 +19,7 @@ from omegaconf.resolvers import oc
 from drivetrain.config.catalog import LISTS, content, option_files
 from drivetrain.config.keys import OPEN
 from drivetrain.core.errors import BAD_CONFIG, FAILED, PEER_GONE, UserError, collecting, did_you_mean, is_peer_failure, refuse
-from drivetrain.core.machine import process
+from drivetrain.core.machine import isolation, process
 from drivetrain.core.machine.forking import end_with_users_parent
 from drivetrain.core.machine.paths import add_import_paths
 from drivetrain.core.machine.signals import SignalForwarder, StopFlag
@@ -45,6 +45,7 @@ RUN_DIR_FILE = "DRIVETRAIN_RUN_DIR_FILE"  # in a child's environment: a file to 
 logger = logging.getLogger(__name__)
 
 
+@isolation.standard_streams()
 def train(
     config: Sequence[str] | Mapping[str, object], config_dirs: Sequence[str] = (), keywords: Mapping[str, object] | None = None
 ) -> Result:
@@ -113,6 +114,13 @@ def _into_hydras_directory(config: Mapping[str, object]) -> list[str]:
 
 def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Result:
     """Run a job to its end, in `run_dir` or a new directory. Raises UserError where it cannot begin; then it leaves no files."""
+    import torch  # noqa: F401 - the run changes its settings, which are given back
+
+    with isolation.isolated():
+        return _launch(job, run_dir, quiet)
+
+
+def _launch(job: Job, run_dir: Path | None, quiet: bool) -> Result:
     world = world_of_environment()
     logs.configure(quiet, world.rank)
     refuse(device_problems([job]))

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar, Literal, Protocol
 
 from drivetrain.core.errors import UserError
@@ -21,13 +21,8 @@ from drivetrain.precision import cpu_half
 logger = logging.getLogger(__name__)
 
 
-def set_until_exit(on_exit: ExitStack, matmul: str, tf32_convolutions: bool) -> None:
-    """Set it for the process, until `on_exit` is closed: another run in this process finds torch as it was.
-
-    torch has two sets of names for these settings. The older names, which are used here, write both sets; the newer ones
-    (fp32_precision) write only their own, after which reading an older name raises an error wherever the two disagree.
-    """
-    on_exit.callback(_restore, _older_settings(), [part.fp32_precision for part in _parts()])
+def set_precision(matmul: str, tf32_convolutions: bool) -> None:
+    """Set how torch may round the inputs of float32 products, until `isolated` is left."""
     torch.set_float32_matmul_precision(matmul)
     torch.backends.cudnn.allow_tf32 = tf32_convolutions
 
@@ -36,31 +31,6 @@ def are_rounded(device: torch.device) -> bool:
     """Return whether matrix products on this device round their inputs: computed once, because CPUs and GPUs differ."""
     x = torch.full((256, 256), 1.0 + 2.0**-20, device=device)
     return not torch.equal(x @ torch.eye(256, device=device), x)
-
-
-class _Setting(Protocol):
-    fp32_precision: str
-
-
-def _parts() -> tuple[_Setting, ...]:
-    """Return the holders of the newer settings that the older ones write."""
-    cudnn, mkldnn = (getattr(torch.backends, name) for name in ("cudnn", "mkldnn"))  # torch's types do not know their parts
-    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul
-
-
-def _older_settings() -> tuple[str, bool]:
-    """Return the older settings, or torch's defaults if the process uses the newer ones."""
-    with suppress(RuntimeError):
-        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    return "highest", True
-
-
-def _restore(older: tuple[str, bool], newer: list[str]) -> None:
-    torch.set_float32_matmul_precision(older[0])
-    torch.backends.cudnn.allow_tf32 = older[1]
-    for part, value in zip(_parts(), newer, strict=True):
-        if part.fp32_precision != value:
-            part.fp32_precision = value
 
 
 _NULL = nullcontext()
@@ -97,7 +67,7 @@ class Precision(Option, groups.Precision):
         """Store the device that the step runs on. Where every tensor is float32, every product is computed in it too."""
         self._device = context.device
         if self.full_float32:
-            set_until_exit(context.on_exit, "highest", tf32_convolutions=False)
+            set_precision("highest", tf32_convolutions=False)
 
     def convert(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
         """Convert the model to this precision, before it is compiled or wrapped. `example`: see the context."""
@@ -173,7 +143,7 @@ class Tf32(Precision):
 
     def setup(self, context: BuildContext) -> None:
         super().setup(context)
-        set_until_exit(context.on_exit, self.matmul, tf32_convolutions=self.cudnn)
+        set_precision(self.matmul, tf32_convolutions=self.cudnn)
         if notice := self.notice():
             logger.warning("precision=tf32 %s", notice)
 

@@ -7,12 +7,12 @@ fall back to a reference kernel that takes 50 times as long as float32. A CPU wi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.machine import isolation
 from drivetrain.core.machine.home import measured_once
+from drivetrain.core.step import streams
 from drivetrain.core.step.modules import run_once
 from drivetrain.core.step.trees import Tree
 from drivetrain.run.environment import processor
@@ -75,7 +75,7 @@ def measure(model: torch.nn.Module, example: Tree, dtype: torch.dtype) -> Slowne
 
     `dtype` is float16 or bfloat16.
     """
-    with _one_thread(), torch.random.fork_rng([]):
+    with isolation.threads(1), streams.apart():
         calls = _calls(model, example)
         products = [call for call in calls if not _is_convolution(call.layer)]
         # Of a model that has no Linear layer the products may be hidden in other operations.
@@ -109,17 +109,6 @@ def _calls(model: torch.nn.Module, example: Tree) -> list[LayerCall]:
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) or _is_convolution(m)]
     run_once(model, example, [layer.register_forward_pre_hook(add) for layer in layers])
     return calls
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Within the context processor time is what counts, and other processes of the machine do not change it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _is_convolution(layer: torch.nn.Module) -> TypeGuard[_ConvNd]:

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.step import streams
 from drivetrain.core.step.modules import replace_parameters
-from drivetrain.core.step.trees import Tree, call, first, leaves
+from drivetrain.core.step.trees import Tree, call, leaves
 from drivetrain.surgery.base import Edit
 
 
@@ -120,7 +121,7 @@ def _record(model: torch.nn.Module, example: Tree, training: bool) -> _Recording
             recording.call(func, args, kwargs or {}, out, training)
             return out
 
-    with _restored(model, first(example).device), torch.no_grad():
+    with _restored(model), torch.no_grad():
         model.train(training)
         with Calls():
             result = call(model, example)
@@ -129,12 +130,12 @@ def _record(model: torch.nn.Module, example: Tree, training: bool) -> _Recording
 
 
 @contextmanager
-def _restored(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+def _restored(model: torch.nn.Module) -> Iterator[None]:
     """Restore the model's modes, its buffers and the random streams on exit."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     try:
-        with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
+        with streams.apart():
             yield
     finally:
         for module, mode in modes:

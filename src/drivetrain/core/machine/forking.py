@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.machine import isolation
 from drivetrain.core.machine.signals import STOP_SIGNALS, handled_by
 
 LOOK_S = 1.0  # between two looks at whether the parent is there
@@ -53,7 +54,8 @@ class ForkedProcess(ForkProcess):
             signal.signal(number, signal.SIG_DFL)
         end_with_parent(self._parents_end)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        super().run()
+        with isolation.isolated():
+            super().run()
 
 
 @contextlib.contextmanager

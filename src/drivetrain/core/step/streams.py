@@ -249,7 +249,7 @@ def seed_all(number: int) -> None:
     """Seed all streams of this process, those of its accelerator included, where it is in use."""
     for position, stream in enumerate(of_process()):
         stream.seed(number ^ salt(position))
-    for device in _devices_in_use().values():
+    for device in devices_in_use().values():
         device.manual_seed(number)
 
 
@@ -265,7 +265,7 @@ def state() -> dict[str, torch.Tensor]:
         "cpu": torch.get_rng_state(),
         "numpy": torch.from_numpy(np.concatenate([key.astype(np.int64), rest, [np.float64(number).view(np.int64)]])),
         "python": torch.tensor([*words, gauss is not None, bits]),
-        **{kind: device.get_rng_state() for kind, device in _devices_in_use().items()},
+        **{kind: device.get_rng_state() for kind, device in devices_in_use().items()},
     }
 
 
@@ -278,7 +278,7 @@ def restore(saved: Mapping[str, torch.Tensor]) -> None:
     np.random.set_state(("MT19937", np.array(key, np.uint32), position, has, np.int64(number).view(np.float64)))
     *words, has, number = saved["python"].tolist()
     random.setstate((3, tuple(words), float(np.int64(number).view(np.float64)) if has else None))
-    for kind, device in _devices_in_use().items():
+    for kind, device in devices_in_use().items():
         if kind in saved:
             device.set_rng_state(saved[kind])
 
@@ -287,18 +287,18 @@ def restore(saved: Mapping[str, torch.Tensor]) -> None:
 def apart() -> Iterator[None]:
     """Within the context, draws move no stream of this process: afterwards they are as before."""
     before = [(stream, stream.save()) for stream in of_process()]  # no tensors are made: within the context of another device
-    of_devices = {kind: device.get_rng_state() for kind, device in _devices_in_use().items()}
+    of_devices = {kind: device.get_rng_state() for kind, device in devices_in_use().items()}
     try:
         yield
     finally:
         for stream, saved in before:
             stream.restore(saved)
-        for kind, device in _devices_in_use().items():
+        for kind, device in devices_in_use().items():
             if kind in of_devices:
                 device.set_rng_state(of_devices[kind])
 
 
-def _devices_in_use() -> dict[str, types.ModuleType]:
+def devices_in_use() -> dict[str, types.ModuleType]:
     """Return torch's module of the accelerator by its type, such as "cuda", if this process has started it."""
     from torch import get_device_module
 

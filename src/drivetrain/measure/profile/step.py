@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from drivetrain.core.machine import isolation
 from drivetrain.core.machine.device import clock_for, synchronize
 from drivetrain.core.machine.guards import usable_cores
 from drivetrain.core.machine.torch_patches import threads_set_by
@@ -194,11 +195,8 @@ def threads_of(update: Callable[[], None]) -> tuple[int, str]:
 @contextmanager
 def computing_with(threads: int) -> Iterator[None]:
     """Within the context torch computes with so many threads, whatever an update sets."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    with threads_set_by(lambda _: None):
+    with isolation.threads(threads), threads_set_by(lambda _: None):
         yield
-    torch.set_num_threads(before)
 
 
 MIN_READING = 0.1  # of an update's time spent waiting for data: then the lines are looked for that read it in other processes

@@ -1,0 +1,282 @@
+"""The isolation of a run from the program that calls it: what torch, numpy and Python keep for a whole process or thread."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from drivetrain.core.lazy import torch
+from drivetrain.core.step import streams
+
+AS_IT_IS = object()  # the value of the caller, until the run sets another one
+
+# Names below torch, and their values in a new process.
+NEW = {
+    "backends.cudnn.enabled": True, "backends.cudnn.benchmark": False, "backends.cudnn.benchmark_limit": 10,
+    "backends.cudnn.deterministic": False, "backends.mkldnn.enabled": True, "backends.mkldnn.deterministic": False,
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction": True,
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction": True,
+    "backends.cuda.matmul.allow_fp16_accumulation": False, "backends.quantized.engine": AS_IT_IS,
+    "utils.deterministic.fill_uninitialized_memory": True,
+}  # fmt: skip
+# Of torch's newer names of precisions; a value of "none" is that of all operations, or of all backends.
+PRECISIONS = {
+    ("generic", "all"): "none", ("cuda", "all"): "none", ("mkldnn", "all"): "none", ("cuda", "matmul"): "ieee",
+    ("cuda", "conv"): "tf32", ("cuda", "rnn"): "tf32", ("mkldnn", "matmul"): "ieee", ("mkldnn", "conv"): "none",
+    ("mkldnn", "rnn"): "none",
+}  # fmt: skip
+NUMPY_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+
+_lock = threading.RLock()
+_inside: list[int] = []  # the threads that are in `isolated`, each as often as it has entered
+_left = ExitStack()  # what is given back when the last of several threads leaves
+
+
+class _Setting(NamedTuple):
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    new: Any = AS_IT_IS  # in a new process
+
+
+@contextmanager
+def isolated(settings: Sequence[object] | None = None) -> Iterator[None]:
+    """Within the context the settings of this process are those of a new one, or `settings`; afterwards the caller's again.
+
+    Settings that change no result, such as the number of threads or how tensors are printed, stay until the run sets them. Where
+    several threads are inside, the first to enter sets what the process has, and the last to leave gives it back.
+    """
+    me, process = threading.get_ident(), ExitStack()
+    with ExitStack() as thread:
+        thread.enter_context(standard_streams())
+        thread.callback(_leave, me, process)
+        with _lock:
+            _inside.append(me)
+            if {*_inside} == {me}:
+                process.enter_context(warnings.catch_warnings())
+                process.callback(_set_environment, dict(os.environ))
+                if "torch" in sys.modules:  # else nobody has set anything of it
+                    _devices_apart(process)
+                    process.enter_context(streams.apart())
+                    process.callback(_seed_again, torch.initial_seed())
+                    _enter(process, _of_process(), settings)
+        if "torch" in sys.modules:
+            _enter(thread, _of_thread())
+            thread.enter_context(_without_modes())
+            thread.enter_context(torch.inference_mode(False))  # sets grad mode too
+            thread.enter_context(_without_autocast())
+        yield
+
+
+def settings() -> list[object]:
+    """Return what this process has set of torch, for `isolated`."""
+    return [_value(setting) for setting in _of_process()]
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Within the context torch computes with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def standard_streams() -> Iterator[None]:
+    """Within the context a standard output or error of None, as a program without a terminal has it, takes text and drops it."""
+    with ExitStack() as given_back:
+        for stream, redirected in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
+            if stream is None:
+                given_back.enter_context(redirected(given_back.enter_context(open(os.devnull, "w", encoding="utf-8"))))
+        yield
+
+
+def _leave(me: int, process: ExitStack) -> None:
+    with _lock:
+        _inside.remove(me)
+        if {*_inside} <= {me}:
+            process.close()
+        else:
+            _left.push(process)
+        if not _inside:
+            _left.close()
+
+
+def _forget_other_threads() -> None:
+    """In a forked process: they are the parent's."""
+    global _lock
+    _lock = threading.RLock()
+    _inside[:] = [each for each in _inside if each == threading.get_ident()]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_other_threads)
+
+
+def _enter(given_back: ExitStack, found: Iterator[_Setting], values: Sequence[object] | None = None) -> None:
+    """Read each setting and write its value, in this order: a later one is read when those that it depends on are new."""
+    for n, setting in enumerate(found):
+        if (before := _value(setting)) is not AS_IT_IS:
+            given_back.callback(_set, setting, before)
+            _set(setting, setting.new if values is None else values[n])
+
+
+def _value(setting: _Setting) -> object:
+    with suppress(AttributeError, RuntimeError):  # this torch does not have it, or not on this machine
+        return setting.read()
+    return AS_IT_IS
+
+
+def _set(setting: _Setting, value: object) -> None:
+    if value is not AS_IT_IS and value != _value(setting):
+        setting.write(value)
+
+
+def _of_process() -> Iterator[_Setting]:
+    """Yield the settings that all threads share. Those that others overwrite come first."""
+    cuda, conversions = torch.backends.cuda, torch.__future__
+    yield _Setting(torch.get_default_dtype, torch.set_default_dtype, torch.float32)
+    yield _Setting(torch.get_num_threads, torch.set_num_threads)
+    yield _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0)
+    yield from (_attribute(name, value) for name, value in NEW.items())
+    if torch.backends.opt_einsum.is_available():
+        yield from (_attribute(f"backends.opt_einsum.{name}", value) for name, value in (("enabled", True), ("strategy", "auto")))
+    for name in ("flash", "mem_efficient", "math", "cudnn"):
+        yield _Setting(getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp"), True)
+    yield _Setting(cuda.fp16_bf16_reduction_math_sdp_allowed, cuda.allow_fp16_bf16_reduction_math_sdp, False)
+    yield _Setting(torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order)
+    yield _Setting(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, True)
+    yield _Setting(_precisions, _set_precisions, ("highest", True, PRECISIONS))
+    for name in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
+        yield _Setting(getattr(conversions, f"get_{name}"), getattr(conversions, f"set_{name}"), False)
+    yield _Setting(
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda given: torch.set_anomaly_enabled(*given),
+        (False, True),
+    )
+    yield _Setting(torch._C._check_sparse_tensor_invariants, torch._C._set_check_sparse_tensor_invariants, False)
+    yield _Setting(torch.is_warn_always_enabled, torch.set_warn_always)
+    shown = vars(torch._tensor_str.PRINT_OPTS)
+    yield _Setting(shown.copy, shown.update)
+
+
+def _of_thread() -> Iterator[_Setting]:
+    """Yield the settings that each thread has of its own."""
+    import numpy as np
+
+    yield _Setting(np.geterr, lambda given: np.seterr(**given), NUMPY_ERRORS)
+    yield _Setting(lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal, False)  # torch cannot tell
+    yield _Setting(torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled, True)
+
+
+def _attribute(name: str, new: object) -> _Setting:
+    path, _, last = name.rpartition(".")
+    place = partial(attrgetter(path), torch)
+    return _Setting(lambda: getattr(place(), last), lambda given: setattr(place(), last, given), new)
+
+
+def _precisions() -> tuple[str, bool, dict[tuple[str, str], str]]:
+    """Return the precision of matrix products and convolutions by torch's older names, and by its newer ones.
+
+    The older names write both; the newer ones write only their own, after which reading an older name raises an error wherever
+    the two disagree.
+    """
+    matmul, convolutions = "highest", True
+    with suppress(RuntimeError):  # the process uses the newer names
+        matmul, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    return matmul, convolutions, {name: torch._C._get_fp32_precision_getter(*name) for name in PRECISIONS}
+
+
+def _set_precisions(given: tuple[str, bool, dict[tuple[str, str], str]]) -> None:
+    matmul, convolutions, newer = given
+    for older in (True, False):
+        for name, value in newer.items():  # one for all operations overwrites those of each
+            if torch._C._get_fp32_precision_getter(*name) != value:
+                torch._C._set_fp32_precision_setter(*name, value)
+        if older:
+            torch.set_float32_matmul_precision(matmul)
+            torch.backends.cudnn.allow_tf32 = convolutions
+
+
+def _set_environment(given: dict[str, str]) -> None:
+    for name in os.environ.keys() - given.keys():
+        del os.environ[name]
+    os.environ.update(given)
+
+
+def _seed_again(seed: int) -> None:
+    """Seed a device that was started meanwhile, or is later, as the caller did. The streams in use are restored after it."""
+    if torch.initial_seed() != seed:
+        torch.manual_seed(seed)
+
+
+def _devices_apart(given_back: ExitStack) -> None:
+    """Give back the current device and the generators of all devices."""
+    in_use = streams.devices_in_use()
+    index = torch.accelerator.current_device_index() if in_use else 0
+    given_back.callback(lambda: torch.accelerator.set_device_index(index) if streams.devices_in_use() else None)
+    for module in in_use.values():
+        if hasattr(module, "get_rng_state_all"):  # not mps
+            given_back.callback(module.set_rng_state_all, module.get_rng_state_all())
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Within the context the run's own autocast is the outermost: torch keeps weights that it has cast until that one ends."""
+    device = torch.accelerator.current_accelerator()
+    kinds = ["cpu", *([device.type] if device is not None else [])]
+    before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    caches, depth = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting()
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    torch.set_autocast_cache_enabled(True)
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        for kind, enabled, dtype in before:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(caches)
+        for _ in range(depth - 1):
+            torch.autocast_increment_nesting()
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
+    """Within the context there is no default device, no other mode of torch's functions, and no hook on saved tensors."""
+    from torch import _GLOBAL_DEVICE_CONTEXT as of_thread
+    from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
+    from torch.utils import _device
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    default, current = getattr(of_thread, "device_context", None), _device.CURRENT_DEVICE
+    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    of_thread.device_context = _device.CURRENT_DEVICE = None
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        for _ in range(_len_torch_function_stack()):
+            _pop_mode()
+        for mode in reversed(modes):
+            _push_mode(mode)
+        of_thread.device_context, _device.CURRENT_DEVICE = default, current
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
