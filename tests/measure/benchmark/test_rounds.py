@@ -137,9 +137,28 @@ def fake_trainer(queue: Queue, rank: int = 0, size: int = 1) -> SimpleNamespace:
     parallel = SimpleNamespace(world=world, data_world=world, finish_collectives=lambda: None)
     return SimpleNamespace(
         device=torch.device("cpu"), timer=SimpleNamespace(warmup=1), parallel=parallel, stream_watchers=[], endless=lambda: None,
-        compile_seconds=lambda: None, batch=SimpleNamespace(size=lambda epoch: 4), model=torch.nn.Identity(),
+        compile_seconds=lambda: None, progress=SimpleNamespace(epoch=0), drop_last=False, batch=SimpleNamespace(
+            size=lambda epoch: 4, order=SimpleNamespace(length=8), updates=lambda samples, epoch, drop_last: 2,
+        ), model=torch.nn.Identity(),
         train_data=SimpleNamespace(source=range(8)), queue=queue, precision=Tf32Here(),
     )  # fmt: skip
+
+
+def test_an_epochs_short_last_update_is_warmed_up_too(make):
+    """What is compiled or recorded for its shape would be so within a timed block."""
+    words = ("batch.global_batch=12", "updates=null", "epochs=1", "data.drop_last=false")
+    trainer = make("data.samples=30", *words)
+    micros = list(interleave.short_updates(trainer))
+    assert [(len(micro.x), micro.last, micro.epoch_end) for micro in micros] == [(6, True, False)] * 4
+    assert not list(interleave.short_updates(make("data.samples=36", *words)))
+
+
+def test_a_mean_far_from_its_median_is_said():
+    even, uneven = (
+        Variant(name, None, Path(), blocks=[TimedBlock(s, 10, 10, 0.0, [0.1] * 10, 0)]) for name, s in (("a", 1.2), ("b", 5.0))
+    )
+    (line,) = notes_on([even, uneven])
+    assert "b: an update takes 5.0 times its median" in line
 
 
 class Tf32Here(Precision):

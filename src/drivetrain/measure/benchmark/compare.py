@@ -374,9 +374,17 @@ def _updates(variant: Variant | None, verdict: Verdict | None, target: str | Non
     return over.updates if over is not None else None
 
 
+UNEVEN = 1.3  # times the median that the mean of an update may be off: beyond it rate and median tell different stories
+
+
 def notes_on(variants: Sequence[Variant], verdicts: Sequence[Verdict | None] = ()) -> Iterator[str]:
     """What the variants do less than they say, which work is not the same for all, and what their verdicts hold for."""
     yield from (f"{variant.label}: {variant.facts['notice']}" for variant in variants if variant.facts.get("notice"))
+    for variant in variants:
+        if (steps := [step for block in variant.blocks for step in block.step_s]) and (median := statistics.median(steps)) > 0:
+            times = sum(block.seconds for block in variant.blocks) / sum(block.updates for block in variant.blocks) / median
+            if not 1 / UNEVEN < times < UNEVEN:
+                yield f"{variant.label}: an update takes {times:.1f} times its median on average: some are slow, or wait"
     for fact, meaning in (("global_batch", "samples in an update"), ("samples", "samples to train on")):
         found: dict[int, list[str]] = {}
         for variant in variants:

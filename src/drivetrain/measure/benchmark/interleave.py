@@ -131,6 +131,7 @@ class BenchmarkAgent:
         clock = clock_for(trainer.device)
         times = Times(clock)
         yield from _updates(stream, trainer.timer.warmup + WARMUP_UPDATES, times)
+        yield from short_updates(trainer)
         synchronize(trainer.device)
         report: JsonObject | TimedBlock = _facts(trainer, time.monotonic() - process.started, times)
         while True:
@@ -162,6 +163,19 @@ class BenchmarkAgent:
         for other, _ in self._pipes:
             other.send(updates)
         return updates
+
+
+def short_updates(trainer: Trainer) -> Stream:
+    """Yield the epoch's last update as often as a warm-up needs, where it is short: it has micro-batches of other shapes.
+
+    What is compiled for a shape, or recorded, would be so within a timed block otherwise.
+    """
+    batch, epoch, world = trainer.batch, trainer.progress.epoch, trainer.parallel.data_world
+    updates = batch.updates(batch.order.length, epoch, trainer.drop_last)
+    if updates * batch.size(epoch) > batch.order.length:
+        requests = list(batch.requests(trainer.seed, epoch, world, trainer.drop_last, updates - 1))
+        again = [replace(request, epoch_end=False) for request in requests]
+        yield from trainer.read(again * (trainer.timer.warmup + WARMUP_UPDATES))
 
 
 def _facts(trainer: Trainer, elapsed_s: float, times: Times) -> JsonObject:

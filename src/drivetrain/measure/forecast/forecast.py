@@ -97,7 +97,7 @@ def peak_memory(
     if measured:
         factors, workspace = COUNTED, Uncertain.exactly(max(0.0, at_most - sum(counted.values())))
     else:
-        factors, workspace = ELSEWHERE, device.reserved + ALLOWANCE.times(parts[OTHER])
+        factors, workspace = ELSEWHERE, device.workspaces + ALLOWANCE.times(parts[OTHER])
     whole, fragmentation = sum(parts.values()), device.fragmentation
     parts["workspace"] = workspace.value + (fragmentation.value - 1) * whole
     return parts, fragmentation.times(Uncertain(1.0, *factors)).times(whole) + workspace
@@ -387,14 +387,14 @@ def examine(subject: Subject, budget_s: float, largest: bool = False) -> Forecas
     return Forecast(
         stage="", share=1.0, device=plan.device, source=device.source, ranks=ranks.count, micro_batch=size,
         micro_batches=micro_batches, peak_bytes=peak, tensors_bytes=tensors, memory=parts, memory_limit_bytes=limit,
-        fits=peak.value <= FILLED * limit, flops=sum(o.flops * times for o, times in operations.items()),
+        fits=peak.value <= _room(device, limit), flops=sum(o.flops * times for o, times in operations.items()),
         moved_bytes=sum(o.nbytes * times for o, times in operations.items()), operations=operations.total(), step_s=step,
         compute_s=took.seconds, data_wait_s=waits, network_s=network, shares=shares, timed_share=took.timed_share,
         limit=max(shares, key=lambda name: shares[name]), updates=trainer.max_updates,
         run_s=step.times(_first_updates(trainer)) + evaluation, samples_per_second=pace,
         data_bytes_per_second=pace * trees.nbytes(sample) / trees.length(sample),
         largest_micro_batch=_largest(subject, at_most, limit) if largest and not plan.run.batch.buckets_lengths else None,
-        what_if=[], notes=[*plan.notes, *chosen],
+        what_if=[], notes=[*plan.notes, *chosen, *([] if plan.here else [replay.host_note(plan.device)])],
     )  # fmt: skip
 
 
@@ -407,6 +407,11 @@ def _first_updates(trainer: Trainer) -> float:
         updates = min(left, len(stretch) * batch.updates(trainer.batch.order.length, stretch.start, trainer.drop_last))
         left, found = left - updates, found + updates * batch.size(stretch.start) / batch.size(0)
     return found
+
+
+def _room(device: DeviceLimits, limit: float) -> float:
+    """The bytes that an allocator may hold: the driver and libraries have theirs beside it."""
+    return FILLED * limit - device.reserved.value
 
 
 def _largest(subject: Subject, at_most: float, limit: float) -> Uncertain | None:
@@ -424,11 +429,12 @@ def _largest(subject: Subject, at_most: float, limit: float) -> Uncertain | None
         """Where a line through the peaks at two sizes meets the limit: memory grows nearly so."""
         other = first if size != first else 2 * first
         at, slope = peak(size)[which], (peak(other)[which] - peak(size)[which]) / (other - size)
-        return max(0.0, float(int(size + (FILLED * limit - at) / slope))) if slope > 0 else MOST
+        return max(0.0, float(int(size + (room - at) / slope))) if slope > 0 else MOST
 
-    fits = peak(first).value <= FILLED * limit
+    room = _room(subject.device, limit)
+    fits = peak(first).value <= room
     low, high = (first, int(min(MOST, 1.05 * crossing(first, 0)) + 1)) if fits else (min(2, first), first)
-    size, _ = furthest(lambda size: peak(size).value, low, max(low, high), FILLED * limit)
+    size, _ = furthest(lambda size: peak(size).value, low, max(low, high), room)
     sizes = Uncertain(*(crossing(size, which) for which in (0, 2, 1)))
     return sizes if sizes.value >= 1 else None
 

@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
@@ -54,7 +54,7 @@ class Uncertain(NamedTuple):
 
 
 NOTHING, ONE = Uncertain.exactly(0.0), Uncertain.exactly(1.0)
-GIB, GB, TB = 2**30, 1e9, 1e12
+MIB, GIB, GB, TB = 2**20, 2**30, 1e9, 1e12
 # Eager kernels reach about 60 % of the peak in large matrix products, and less in convolutions and attention. Of the bandwidth
 # they reach less than a copy does: kernels of normalisations read their inputs more than once.
 EFFICIENCY = {
@@ -64,6 +64,8 @@ EFFICIENCY = {
     "bandwidth": Uncertain(0.60, 0.40, 0.85),
 }
 KERNEL_S, HOST_S, VIEW_S = Uncertain(3e-6, 2e-6, 5e-6), Uncertain(7e-6, 4e-6, 12e-6), Uncertain(2e-6, 1e-6, 4e-6)
+# Within the allocator's peak: cuBLAS keeps 32 MiB from Hopper on (8 before) for each of the two threads that call it.
+WORKSPACES = Uncertain(64 * MIB, 8 * MIB, 96 * MIB)
 RESERVED, FRAGMENTATION = Uncertain(0.8 * GIB, 0.5 * GIB, 1.2 * GIB), Uncertain(1.05, 1.0, 1.12)
 HERE = "here"
 FORECAST_ONLY = "forecast, never measured here"
@@ -84,7 +86,8 @@ class DeviceLimits:
     kernel_s: Uncertain = KERNEL_S  # the shortest time of a kernel
     host_s: Uncertain = HOST_S  # for one operation on the host: Python, the dispatcher and the launch
     view_s: Uncertain = VIEW_S  # for an operation that moves nothing
-    reserved: Uncertain = RESERVED  # the driver's context, and libraries' workspaces
+    reserved: Uncertain = RESERVED  # beside the allocator: the driver's context and libraries
+    workspaces: Uncertain = WORKSPACES
     fragmentation: Uncertain = FRAGMENTATION  # what the caching allocator holds, as a factor of what is in use
     correction: Uncertain = ONE  # of the time: what was measured, divided by what was forecast
 
@@ -107,6 +110,9 @@ _TABLE: dict[str, tuple[str, float, float, float, str]] = {
     "mi300x": ("MI300X", 192 * GB, 5.3 * TB, 448 * GB, "data sheet of the Instinct MI300X"),
 }
 NAMES = (HERE, *_TABLE)
+# Seen: an eager update that launches bound took 2.0 ms (bench/results/gpu-speed-nvidia-h200.json, mlp, ours none): divided by its
+# operations as they are counted here, of which one may be several launches.
+SEEN_HOST_S = {"h200": Uncertain(22e-6, 16e-6, 30e-6)}
 FORMATS = ("float32", "tf32", "bfloat16", "float16")
 
 
@@ -114,7 +120,15 @@ def known(name: str) -> DeviceLimits:
     """Return a device of the table."""
     torch_name, memory, bandwidth, link, source = _TABLE[name]
     flops = {number: 1e12 * tflops for number in FORMATS if (tflops := from_table(torch_name, number)) is not None}
-    return DeviceLimits(name, memory, flops, bandwidth, link, f"{source}: {FORECAST_ONLY}")
+    limits = DeviceLimits(name, memory, flops, bandwidth, link, f"{source}: {FORECAST_ONLY}")
+    host = SEEN_HOST_S.get(name, HOST_S)
+    return replace(limits, host_s=host, view_s=host.times(VIEW_S.value / HOST_S.value))
+
+
+def host_note(name: str) -> str:
+    """What the time of a launch on a device of the table rests on."""
+    kind, host = "as seen on one machine" if name in SEEN_HOST_S else "assumed, not seen", SEEN_HOST_S.get(name, HOST_S)
+    return f"the host takes {1e6 * host.low:.0f} to {1e6 * host.high:.0f} µs for an operation, {kind}: another host differs"
 
 
 COMPUTE, BANDWIDTH, LAUNCH = "compute", "memory bandwidth", "launch"

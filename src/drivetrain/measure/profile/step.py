@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from drivetrain.debug.torch_modes import waiting_calls
 from drivetrain.engine.flops import measured
 from drivetrain.engine.trainer import Trainer
 from drivetrain.measure import intervals
-from drivetrain.measure.benchmark.interleave import WARMUP_UPDATES
+from drivetrain.measure.benchmark.interleave import WARMUP_UPDATES, short_updates
 from drivetrain.measure.forecast.replay import bandwidth
 from drivetrain.measure.profile.attribution import WAITING, Attribution, CodeLine, attribute, together
 from drivetrain.measure.profile.device_time import IDLE, device_shares
@@ -231,6 +232,8 @@ def profile_step(trainer: Trainer, profile_s: float, asked: float | None = None)
     stream = TrackedStream(trainer.read())
     for _ in range(trainer.timer.warmup + WARMUP_UPDATES):
         update(trainer, stream)
+    for micro in (short := short_updates(trainer)):
+        update(trainer, chain([micro], short))
     found = look(trainer, stream, profile_s)
     if found.rest.get(WAITING, 0.0) > MIN_READING and not any(line.reads_data for line in found.lines):
         read = found.with_reading(reading_lines(trainer, profile_s))
