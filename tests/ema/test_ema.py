@@ -323,7 +323,7 @@ def test_a_width_afterwards_is_the_average_that_was_kept(make, float64):
     file.unlink()
     file.write_bytes(b"no tensors")
     state["ema"]["stored"]["4"] = manifest.sha256(file)
-    with pytest.raises(UserError, match=r"do not fit the run \(4.safetensors: its header"):
+    with pytest.raises(UserError, match=r"do not fit the run \(Error while deserializing header"):
         chosen_weights(checkpoint, weights, state, 0.07)
     with file.open("wb") as large:
         large.truncate(2**40)  # a terabyte, of which nothing is read
