@@ -517,7 +517,7 @@ def profile(**given: Any) -> Any:
     """An update of 100 ms, 100 of them in an epoch of 10 s."""
     usual: dict[str, Any] = {
         "step_ms": 100.0, "phases": {"data wait": 0.0, "forward": 100.0}, "lines": [], "evaluation_s": 0.0, "saving_s": None,
-        "updates": 100, "run_updates": 10_000, "queued": 0.0, "rest": {}, "start_s": 1.0, "utilization": {}, "larger_batch": None,
+        "updates": 100, "run_updates": 10_000, "queued": 0.0, "rest": {}, "start_s": 1.0, "utilization": {},
         "micro_batch": 8, "read_ms": None, "device": "cpu", "threads": 2, "cores": 2, "threads_set_at": "",
         "turns": [Turn(0.1, 0.1, 1e12, {})] * 2, "bandwidth": 1e10, "step_flops": 0.0,
         "waits_for_data": NONE, "all_cores": Interval(1, 1, 1),
@@ -558,9 +558,6 @@ NOW_AND_THEN = doctor._now_and_then  # (profile, updates between two checkpoints
         (lambda: doctor._threads(profile()), []),
         (lambda: doctor._threads(profile(threads=1, all_cores=Interval(0.89, 0.8, 0.96))), []),
         (lambda: doctor._threads(profile(threads=1, all_cores=Interval(0.89, 0.8, 0.94))), [0.11]),
-        (lambda: doctor._batch(profile(larger_batch=1.4), job()), []),
-        (lambda: doctor._batch(profile(larger_batch=2.0), job()), [0.25]),
-        (lambda: doctor._batch(profile(larger_batch=4.0), job()), [0.375]),
     ],
 )
 def test_what_is_told_begins_at_its_threshold(problems, told):

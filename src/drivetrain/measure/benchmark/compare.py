@@ -47,7 +47,7 @@ from drivetrain.measure.benchmark.variants import (
 )
 from drivetrain.measure.benchmark.variants import columns as of_target
 from drivetrain.measure.changes import STAGES, Change, Changes
-from drivetrain.measure.intervals import EQUIVALENCE, MIN_PAIRS, Interval, ratio
+from drivetrain.measure.intervals import Interval, ratio
 from drivetrain.run import directory, environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
@@ -438,12 +438,12 @@ def fastest(comparison: Comparison) -> int | None:
 
 
 def headline(comparison: Comparison) -> str:
-    """The answer: which variant is soonest at the target, where there is one, which is the fastest, and what starts late."""
+    """The answer: which variant is soonest at the target, if any, and which is the fastest. The table says the rest."""
     first, *others = names(comparison)
     subjects = [comparison.subject.format(name.removeprefix("+ ").removeprefix("− ")) for name in others]
     said = [f"the run {first}" if first in AS_IT else first, *subjects]  # each variant's name in a sentence
     on_target = [] if comparison.target is None else [_on_target(comparison, said)]
-    return " ".join([*on_target, _on_speed(comparison, said), *_on_start(comparison, said)])
+    return " ".join([*on_target, _on_speed(comparison, said)])
 
 
 def _on_target(comparison: Comparison, said: Sequence[str]) -> str:
@@ -466,7 +466,7 @@ def _on_speed(comparison: Comparison, said: Sequence[str]) -> str:
     best, judged = fastest(comparison), comparison.settings.quality
     if best is None:
         none = f"measurably faster{'' if better is not None else f' than {said[0]}'}"
-        uncertain = f"{none}{' with a result known to be as good' if judged else ''}{_nearest(comparison, said)}."
+        uncertain = f"{none}{' with a result known to be as good' if judged else ''}."
         if better is None:
             return f"No variant is {uncertain}"
         return f"{said[better]} has {_better(comparison.rows[better], said[0])}, but no variant is {uncertain}"
@@ -479,26 +479,6 @@ def _on_speed(comparison: Comparison, said: Sequence[str]) -> str:
     return f"{speed}{no_worse}; {said[better]} has {_better(comparison.rows[better], said[0])}."
 
 
-def _nearest(comparison: Comparison, said: Sequence[str]) -> str:
-    """The variant that would be the fastest, and why it is not certain: the answer's own figure beside those of the table."""
-    ratios = {n: row.ratio for n, row in enumerate(comparison.rows) if n and row.ratio is not None}
-    known = any(found.low for found in ratios.values())  # else all that were measured may be shown
-    likely = [n for n, found in ratios.items() if found.middle > 1 + EQUIVALENCE or not known]
-    nearest = max(likely, key=lambda n: ratios[n], default=None)
-    if nearest is None or (row := comparison.rows[nearest]).pays_too_late:
-        return ""
-    if not ratios[nearest].low:
-        rounds = f"{len(row.rates)} rounds are" if len(row.rates) != 1 else "1 round is"
-        why = f"and {rounds} too few to tell ({MIN_PAIRS} give an interval)"
-    elif ratios[nearest].low <= 1:
-        why = "which may be chance"
-    elif row.verdict is not None and row.verdict.outcome != PASS:
-        why = f"and its result is {row.verdict.outcome}"
-    else:
-        return ""
-    return f": {said[nearest]} is {ratios[nearest].as_fast()}, {why}"
-
-
 def _speed(row: Row, base: str) -> str:
     """The speed of a variant in words: by its updates; where these are not faster, for the whole run, which starts sooner."""
     ratio = row.ratio
@@ -506,20 +486,6 @@ def _speed(row: Row, base: str) -> str:
         ratio, base = row.whole_run, f"{base} for the whole run, as it starts sooner"
     assert ratio is not None
     return ratio.as_fast(base)
-
-
-def _on_start(comparison: Comparison, said: Sequence[str]) -> Iterator[str]:
-    """The lines on start-up that outweighs certainly faster updates: in this run, or in one that compiles anew."""
-    for name, row in zip(said[1:], comparison.rows[1:], strict=True):
-        if row.pays_too_late:
-            yield (
-                f"{name} has faster updates and starts later, which makes this run no shorter: "
-                f"it pays after {row.pays_after:,} updates, and this run has {row.run_updates:,}."
-            )
-    if (best := fastest(comparison)) is not None:
-        uncompiled, updates = comparison.rows[best].first_pays_after, comparison.rows[best].run_updates
-        if uncompiled is not None and updates is not None and uncompiled >= updates:
-            yield f"Where its kernels are not compiled yet, it pays after {uncompiled:,} updates; this run has {updates:,}."
 
 
 def _improvement(row: Row) -> float:

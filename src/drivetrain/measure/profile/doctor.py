@@ -42,7 +42,6 @@ MIN_LISTED, MIN_CERTAIN = 0.03, 0.05
 BUSY = 0.2  # of the time the step waits for a core: then it is said
 COMPUTE = "compute"  # the problem of a step that has none
 LOOP_OPERATIONS = 64  # small operations of one line in one update: a loop over elements
-UNFILLED = 1.5  # times the samples a second with a larger batch: the device is not filled
 HOST_READ_SHARE = 0.005  # the weight of a host read on a CPU, where it costs nothing
 
 
@@ -62,11 +61,9 @@ def diagnose(profile: StepProfile, job: Job, ranks: int = 1) -> Iterator[Problem
     yield from _data(profile, job)
     yield from _ranks(profile, job, ranks)
     yield from _now_and_then(profile, job.run.saving.every_updates, job.run.values["evaluate_every"])
-    own = [*_own_lines(profile), *(_threads(profile) if ranks == 1 else ())]  # ranks share the cores
-    yield from own
-    # The cost of the user's lines does not shrink with a larger batch, and too many workers disturb the measurement of one.
-    if all(problem.share < MIN_CERTAIN for problem in own) and job.run.loader.num_workers <= usable_cores():
-        yield from _batch(profile, job)
+    yield from _own_lines(profile)
+    if ranks == 1:  # ranks share the cores
+        yield from _threads(profile)
     yield from _compute(profile, job)
 
 
@@ -221,25 +218,13 @@ def _what(line: CodeLine) -> str:
     return "the host computes there, outside of torch's operations"
 
 
-def _batch(profile: StepProfile, job: Job) -> Iterator[Problem]:
-    if profile.larger_batch is not None and profile.larger_batch > UNFILLED:
-        yield Problem(
-            (1 - 1 / profile.larger_batch) / 2,
-            "batch",
-            "the batch is too small to fill the device",
-            f"a batch of four times {profile.micro_batch} samples gives {profile.larger_batch:.1f} times the samples a second: "
-            "a step's fixed costs outweigh its computation",
-            (f"batch.global_batch={4 * job.run.batch.size(0)}", "compile=step", "compile=inductor", "optimizer.fused=true"),
-        )
-
-
 def _compute(profile: StepProfile, job: Job) -> Iterator[Problem]:
     """The verdict where nothing else is wrong: how to compute faster."""
     top = max((k for k in profile.phases if k not in ("data wait", "communication")), key=lambda k: profile.phases[k])
     precisions, layouts = ["precision=bf16"] if job.run.precision.full_float32 else [], with_channels_last(job.run)
     candidates = [*precisions, *layouts]
     if not job.run.compile.active:
-        candidates.append("compile=inductor")
+        candidates += ["compile=inductor"] if profile.device == "cpu" else ["compile=inductor", "compile=step"]
     if job.run.checkpointing.active:
         candidates.append("checkpointing=none")
     candidates += [f"{precision} {layout}" for precision in precisions for layout in layouts]

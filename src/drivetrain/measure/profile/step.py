@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from drivetrain.core.machine.device import clock_for, synchronize
 from drivetrain.core.machine.guards import usable_cores
 from drivetrain.core.machine.torch_patches import threads_set_by
 from drivetrain.core.step import trees
-from drivetrain.core.step.microbatch import MicroBatch, one_update
+from drivetrain.core.step.microbatch import one_update
 from drivetrain.debug.torch_modes import waiting_calls
 from drivetrain.engine.flops import measured
 from drivetrain.engine.trainer import Trainer
@@ -211,7 +210,6 @@ class StepProfile(Looked):
     saving_s: float | None  # of one checkpoint; None where the run saves none
     updates: int  # in an epoch
     run_updates: int  # in the whole run
-    larger_batch: float | None  # samples a second with four times the micro-batch, relative to one
     bandwidth: float  # bytes a second, read and written by a copy
     step_flops: float  # of forward and backward of an update; 0 where torch cannot count them
     micro_batch: int
@@ -242,7 +240,6 @@ def profile_step(trainer: Trainer, profile_s: float, asked: float | None = None)
     samples = trees.length(batches[-1].x)
     return StepProfile(
         **vars(found),
-        larger_batch=_larger_batch(trainer, batches[-1]),
         evaluation_s=_evaluation_s(trainer),
         saving_s=_saving_s(trainer),
         updates=trainer.batch.updates(trainer.batch.order.length, 0, trainer.drop_last),
@@ -253,30 +250,6 @@ def profile_step(trainer: Trainer, profile_s: float, asked: float | None = None)
         device=trainer.device.type,
         start_s=start_s,
     )
-
-
-def _larger_batch(trainer: Trainer, micro: MicroBatch) -> float | None:
-    """Samples a second of forward and backward with four times the micro-batch, relative to one: the median of pairs.
-
-    None where four times the micro-batch does not fit.
-    """
-
-    step = trainer.step.with_forward(trainer.evaluator.forward)  # not compiled: a compiler would compile for the larger batch too
-    loss_sum = torch.zeros((), device=trainer.device)
-
-    def seconds(x: trees.Tree, y: trees.Tree) -> float:
-        began = time.perf_counter()
-        step.micro_batch(dataclasses.replace(micro, x=x, y=y), loss_sum)
-        step.zero_grad()
-        synchronize(trainer.device)
-        return time.perf_counter() - began
-
-    try:
-        batches = [tuple(trees.concatenate([t] * times) for t in (micro.x, micro.y)) for times in (1, 4)]
-        pairs = [[seconds(*batch) for batch in batches] for _ in range(1 + LOOKS)]
-        return statistics.median(4 * one / four for one, four in pairs[1:])  # the first pair is the warm-up
-    except (RuntimeError, TypeError):
-        return None
 
 
 def _evaluation_s(trainer: Trainer) -> float:
