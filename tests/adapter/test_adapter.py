@@ -284,3 +284,10 @@ def test_a_narrow_base_trains_and_goes_on_with_the_same_bits(tiny, more):
 def test_a_narrow_base_is_refused_where_it_cannot_be(words, says, make):
     with pytest.raises(UserError, match=says):
         make("model.hidden=[16,12]", "adapter.base=nf4", *words)
+
+
+def test_a_stage_may_change_the_dropout(train):
+    result = train(
+        "adapter=lora", "adapter.rank=2", "adapter.dropout=0.1", "updates=4", "stages=[{until: 2, adapter.dropout: 0.5}]"
+    )
+    assert (result.status, result.updates) == ("completed", 4), result.error

@@ -1,6 +1,7 @@
 """Hydra reads an override as the value that was written."""
 
 import os
+import shlex
 from random import Random
 
 import pytest
@@ -140,3 +141,20 @@ def test_brackets_in_quotes_are_text():
     problems: list[str] = []
     ((_, parsed),) = parse_each([r"""key=["[[[[[[[[[[[","a\"[[[[[[[[[", '((((((((((']"""], "key=value", problems)
     assert parsed.value() == ["[[[[[[[[[[[", 'a"[[[[[[[[[', "(((((((((("]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "model.unfreeze={'*bias': 1}", 'model.unfreeze={"*bias": 1}', "model.unfreeze={'a b': {'c': 'x'}}",
+        "data.path=a-{000..009}.tar",
+        """data.path=it's-{000..009}.tar""",
+    ],
+)  # fmt: skip
+def test_what_a_refusal_of_braces_says_to_type_is_taken(word):
+    problems = []
+    assert not [*parse_each([word], "key=value", problems)]
+    _, _, said = problems[0].rpartition(", as ")
+    (typed,) = shlex.split(said)
+    ((_, parsed),) = parse_each([typed], "key=value", problems[:0])
+    assert parsed.key_or_group == word.partition("=")[0]

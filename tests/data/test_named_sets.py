@@ -15,7 +15,7 @@ from PIL import Image
 
 import drivetrain
 from drivetrain.core.errors import UserError
-from drivetrain.core.options.selection import Selection
+from drivetrain.core.options.selection import Selection, selected
 from drivetrain.data.base import HeldOut
 from drivetrain.data.huggingface import HuggingFace
 from drivetrain.data.images import ImageFolder, LabelsCsv
@@ -27,6 +27,7 @@ from drivetrain.data.webdataset import WebDataset
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.finished import Choice
 from drivetrain.inference.loaded import load
+from drivetrain.launch import launcher
 from drivetrain.logger.base import numbers
 from drivetrain.measure.benchmark import quality
 from drivetrain.run import reader
@@ -206,10 +207,6 @@ def test_a_class_that_training_has_not_is_named_with_its_place(files, form, says
         (["data.validation={far: gone.csv, near: near.csv}"], "gone.csv is no file"),
         (["data.test={near: near.csv}", "select=near/accuracy"], "models are selected by one set, which has no name"),
         (["data.validation={near: near.csv, far: far.csv}", "select=f1"], "select=f1 is not evaluated"),
-        (
-            ["data.validation={near: near.csv, far: far.csv}", "select=accuracy"],
-            "models are selected by the sets near, far: set it to one of near/accuracy, far/accuracy",
-        ),
         (["data.validation={near: near.csv, far: far.csv}", "select=far/ema_loss"], "far/ema_loss is of averaged weights"),
     ],
 )  # fmt: skip
@@ -354,3 +351,10 @@ def test_folders_of_images_are_sets_by_their_names(train, tmp_path):
     assert "2 validation held" in said
     assert "10 test test, 14 test far" in said
     assert "not read" not in said
+
+
+def test_a_metric_of_a_preset_is_that_of_the_first_set(tables, tiny):
+    """A task sets select=…, and knows of no sets."""
+    words = ("data=tabular", "data.path=train.csv", "data.target=kind", "data.validation={near: near.csv, far: far.csv}")
+    run = launcher.prepare(tiny(*words, "select=accuracy")).run
+    assert selected(run).name == "near/accuracy"

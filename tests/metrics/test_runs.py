@@ -51,6 +51,16 @@ def alike(model, x, target, output):
 def plain_mean(output, target):
     return torch.nn.functional.cross_entropy(output, target)
 
+def of_many(output, target):
+    """It is defined for more samples than two."""
+    return output.flatten().topk(50).values.mean()
+
+def of_more(output, target):
+    return output.flatten().topk(10**4).values.mean()
+
+def norm_of_weights(model):
+    return float(next(model.parameters()).norm())
+
 def of_a_dict(output, target):
     return output["logits"].mean()
 
@@ -273,8 +283,30 @@ def test_two_ranks_give_a_mean_as_one_does_also_if_one_has_no_batch(train, own):
     assert two.judged("final")["plain_mean"] == pytest.approx(one.judged("final")["plain_mean"], rel=1e-6)
 
 
+def test_a_metric_over_a_whole_set_is_tried_on_up_to_64_samples_and_may_be_undefined_there(make, own, caplog):
+    """What it raises for a few samples says nothing of a set. It is told, and the first evaluation shows it."""
+    words = ("data.test_samples=80", "batch.global_batch=40")
+    make(*own("of_many", *words)).evaluator.check()
+    assert not [line for line in caplog.messages if "cannot be tried" in line]
+    make(*own("of_more", *words)).evaluator.check()
+    (line,) = [line for line in caplog.messages if "cannot be tried" in line]
+    assert "metrics.own.target=my_metrics.of_more cannot be tried on 40 samples (RuntimeError: " in line
+
+
+def test_a_metric_that_names_no_output_does_not_run_the_network_on_the_batch(make, own):
+    trainer = make(*own("norm_of_weights", "metrics.own.mean=true"))
+
+    def evaluate(forward, batch, need_output):
+        assert not need_output
+        return None, torch.ones(trainer.evaluator.loss.evaluation_sums())
+
+    trainer.evaluator.loss.evaluate = evaluate
+    trainer.evaluator.check()
+    assert trainer.evaluator.evaluate()["norm_of_weights"] == pytest.approx(float(next(trainer.model.parameters()).norm()))
+
+
 def test_a_metric_that_cannot_take_the_output_is_refused_before_the_first_update(make, own):
-    trainer = make(*own("of_a_dict"))
+    trainer = make(*own("of_a_dict", "metrics.own.mean=true"))
     with pytest.raises(
         UserError, match=r"metrics=\[own\] cannot take what the model returns, a tensor \(n, 4\), and the targets"
     ):
@@ -355,3 +387,16 @@ def test_quantiles_are_no_values(name):
     with pytest.raises(UserError, match=rf"metrics=\[{name}\] compares each value with one output, and loss=quantile gives 3"):
         launcher.prepare(["task=regression", "data=diabetes", "loss=quantile", f"metrics=[{name}]", "model=mlp"])
     launcher.prepare(["task=regression", "data=diabetes", "loss=quantile", "metrics=[]", "select=loss", "model=mlp"])
+
+
+def test_an_own_loss_takes_all_and_metrics_and_predictions_the_part(train, own):
+    """Also where it is added to a loss of ours, which takes the part."""
+    words = ["model=own", "model.target=my_metrics.Two", "trust=[my_metrics]", "metrics=[accuracy]"]
+    whole = ("loss.target=my_metrics.loss_of_two", "loss=own")
+    plain = train(*words, *whole, "forward_output=logits", "select=accuracy")
+    assert plain.status == "completed", plain.error
+    output = drivetrain.load(plain.run_dir).predict(torch.rand(3, 3, 8, 8)).output
+    assert output.shape == (3, 4)
+    added = train(*words, "loss=[own,cross_entropy]", "loss.own.target=my_metrics.loss_of_two", "forward_output=logits")
+    found = added.judged("final")
+    assert found["loss_own"] == pytest.approx(found["loss_cross_entropy"], rel=1e-6)

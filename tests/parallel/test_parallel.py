@@ -113,7 +113,6 @@ def test_ddp_is_told_its_settings(make, one_rank):
     assert trainer.step.inner.forward.bucket_bytes_cap == 0.5 * 2**20
     assert trainer.step.inner.forward.find_unused_parameters
     assert trainer.step.inner.forward.gradient_as_bucket_view
-    assert not trainer.step.inner.forward.static_graph
     assert trainer.step.inner.forward.module is trainer.model  # evaluated and saved under its own names
     trainer.parallel.shutdown()
 

@@ -24,6 +24,7 @@ BITS = {"int8": 8, "nf4": 4}  # of a frozen weight
 class Adapter(Option, groups.Adapter):
     """adapter=none: the model's own weights train."""
 
+    stage_keys: ClassVar[tuple[str, ...]] = ("dropout",)
     why_fixed: ClassVar[str] = "its parameters go on into the next stage"
     effect: ClassVar[Effect] = "exact"
 
@@ -41,7 +42,6 @@ class Lora(Adapter):
     bits.
     """
 
-    stage_keys: ClassVar[tuple[str, ...]] = ("dropout",)
     effect = "changes"
     changes = "low-rank corrections of the weights train in their place"
     active = True

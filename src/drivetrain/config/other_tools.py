@@ -160,7 +160,6 @@ ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Huggin
     "ddp_find_unused_parameters": "parallel.find_unused_parameters",
     "ddp_bucket_cap_mb": "parallel.bucket_mb",
     "ddp_broadcast_buffers": "parallel.forward_sync_buffers",
-    "ddp_static_graph": "parallel.static_graph",
     "ddp_timeout": "parallel.timeout_s",
     "fsdp_config": "parallel=fsdp",
     "deepspeed": "parallel=fsdp",

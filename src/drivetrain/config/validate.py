@@ -175,7 +175,7 @@ def _broken_rules(run: RunSpec, options: Sequence[Option], used: Collection[str]
     asked = options if used is None else [option for option in options_of(run, used) if option in options]
     rules: list[Callable[[], Iterable[str]]] = [partial(option.rules, run) for option in asked]
     if used is None:
-        rules.append(lambda: selection.problems(run, "select", run.values["select"]))
+        rules.append(lambda: selection.problems(run, "select", selection.chosen(run)))
         rules.append(lambda: selection.target_problems(run))
         rules.append(lambda: phases.problems(run))
     for rule in rules:

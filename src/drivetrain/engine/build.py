@@ -146,7 +146,8 @@ def build(context: RunContext, log_writers: Sequence[LogWriter], before: Previou
     units = (lambda values: values) if context.data.units is None else context.data.units.to(context.device)
     evaluator = Evaluator(
         model=model, forward=takes_batches(parallel.inference_model(model)), eval_weights=eval_weights,
-        ema=ema, loss=loss, meters=meters, units=units, selected=selection.name, precision=precision,
+        ema=ema, loss=loss, meters=meters, units=units, measured=context.model_call.measured, selected=selection.name,
+        precision=precision,
         parallel=parallel, batch=batch, loader=loader, sets=context.evaluated, set=next(iter(context.evaluated)),
         device=context.device, memory_format=context.memory_format, max_batches=run.debug.eval_batches,
         origins=context.data.origins,
@@ -330,7 +331,10 @@ def _edited_model(context: RunContext) -> torch.nn.Module:
     context.memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
     # The form of the forward's call is decided here, for every caller: the step, the evaluation, compilers and checks.
     context.model_call = ModelCall.chosen(
-        run.values["forward_input"], inputs, None if (part := run.values["forward_output"]) is None else str(part)
+        run.values["forward_input"],
+        inputs,
+        None if (part := run.values["forward_output"]) is None else str(part),
+        run.loss.takes_whole,
     )
     context.model_call.check(model, inputs)
     example = context.example = context.model_call.arguments(inputs)

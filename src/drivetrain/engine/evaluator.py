@@ -52,6 +52,7 @@ class Evaluator:
     loss: Loss
     meters: Sequence[Metric]  # the metrics beside those of the loss
     units: Callable[[Tree], Tree]  # turns outputs and targets into those that the metrics measure
+    measured: Callable[[Tree], Tree]  # takes the part of an output that metrics measure
     selected: str  # the metric that ranks models
     precision: Precision
     parallel: Parallel
@@ -125,10 +126,11 @@ class Evaluator:
         return self.ema.swapped() if weights == AVERAGE and self.ema.started else self.eval_weights()
 
     def check(self) -> None:
-        """Evaluate two samples by code of the user's and by the metrics. Raises UserError where these cannot take the output."""
+        """Try code of the user's and the metrics on a few samples. Raises UserError where these cannot take the output."""
         if not self.meters and not self.loss.keeps():
             return
-        rows = torch.arange(2) % len(self.data.source)
+        tried = min(max(2, *(meter.tried_on for meter in self.meters)), self.batch.micro_batch(self.parallel.data_world))
+        rows = torch.arange(tried) % len(self.data.source)
         x, y = (send(tree, self.device) for tree in self.data(Request(0, rows, 1.0)))
         batch, training = MicroBatch(x, y, torch.ones((), device=self.device), True, False), self.model.training
         self.model.eval()
@@ -137,7 +139,7 @@ class Evaluator:
                 output = self._checked_loss(batch)
             for meter in self.meters:
                 try:
-                    meter.check(self.units(output), self.units(batch.y), batch)
+                    meter.check(self._shown(output), self.units(batch.y), batch)
                 except UserError:
                     raise
                 except Exception as error:
@@ -149,10 +151,17 @@ class Evaluator:
                     ) from error
         self.model.train(training)
 
+    def _needs_output(self) -> bool:
+        return any(meter.needs_output for meter in self.meters)
+
+    def _shown(self, output: Tree) -> Tree:
+        """Return the part of an output that metrics measure, in the data's units; None where no metric needs one."""
+        return self.units(self.measured(output)) if self._needs_output() else None
+
     def _checked_loss(self, batch: MicroBatch) -> Tree:
         """Return the output of an example. Raises UserError where the loss needs gradients."""
         try:
-            return self.loss.evaluate(self.forward, batch, need_output=bool(self.meters))[0]
+            return self.loss.evaluate(self.forward, batch, self._needs_output())[0]
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
@@ -203,6 +212,7 @@ class Evaluator:
         requests = self.batch.evaluation_requests(data.source, world, self.max_batches, lockstep)
         rounds = self.batch.evaluation_rounds(data.source, world, self.max_batches)
         stream = self.watch(self.loader.stream(data, requests, self.device, self.memory_format))
+        needs_output = self._needs_output()
         for meter in self.meters:
             meter.reset()
         with self.parallel.evaluation_context(), streams.apart():
@@ -212,10 +222,10 @@ class Evaluator:
                     _stop_here(stops)
                     streams.seed_all(rng.mix(data.seed, number * world.size + world.rank))
                     with self.precision.autocast():
-                        output, of_batch = self.loss.evaluate(self.forward, batch, need_output=bool(self.meters))
+                        output, of_batch = self.loss.evaluate(self.forward, batch, needs_output)
                     sums += of_batch * batch.weight
                     for meter in () if batch.filler else self.meters:
-                        meter.update(self.units(output), self.units(batch.y), batch)
+                        meter.update(self._shown(output), self.units(batch.y), batch)
             if rounds > 0:  # the other ranks have one batch more
                 _stop_here(stops)
             try:

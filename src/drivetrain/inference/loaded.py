@@ -50,6 +50,7 @@ class LoadedRun:
         self.kind: TargetKind = self.about["targets"] or self.run.loss.takes[0]
         self._units = data.units and data.units.to(context.device)
         self._settings = isolation.settings()  # of torch, as the run has them
+        self._measured = context.model_call.measured
         self._forward = context.model_call.taking_batches(model)
 
     def predict(self, x: object) -> Predictions:
@@ -64,7 +65,7 @@ class LoadedRun:
         """Predict a batch that `transforms` has made. Raises UserError where the model cannot take it."""
         try:
             with self.computing():
-                output = self._forward(x)
+                output = self._measured(self._forward(x))
         except MISFITS as error:
             if isinstance(error, KNOWN):
                 raise

@@ -31,7 +31,7 @@ class OwnLoss(PartedLoss):
 
     machine_local_keys = ("target",)
     takes = tuple(DESCRIPTIONS)
-    takes_trees = True
+    takes_trees = takes_whole = True
     _phase: str | None = None  # of the updates
     _phases: tuple[str, ...] = ()
 

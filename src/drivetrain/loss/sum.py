@@ -48,6 +48,11 @@ class Sum(PartedLoss):
         return all(loss.takes_trees for loss in self.losses.values())
 
     @property
+    def takes_whole(self) -> bool:  # type: ignore[override]
+        """True if one of the losses takes all that the model returns; the others then get the part."""
+        return any(loss.takes_whole for loss in self.losses.values())
+
+    @property
     def factors(self) -> list[float]:
         """The factor of each loss in the sum."""
         return self.weights if self.weights is not None else [1.0] * len(self.losses)
@@ -87,6 +92,7 @@ class Sum(PartedLoss):
 
     def setup(self, context: BuildContext) -> None:
         self.begin(context.device, *self.losses)
+        self._context = context
         for loss in self.losses.values():
             loss.setup(context)
 
@@ -110,7 +116,7 @@ class Sum(PartedLoss):
         each = [batch.weight] * len(self.losses) if shares is None else shares.unbind()
         values = []
         for (name, loss), factor, share in zip(self.losses.items(), self.factors, each, strict=True):
-            value = loss.step(lambda _: output, replace(batch, weight=share, shares=None)) * share
+            value = loss.step(self._giving(output, loss), replace(batch, weight=share, shares=None)) * share
             self.log(name, value)
             values.append(factor * value)
         return torch.stack(values).sum()
@@ -122,7 +128,12 @@ class Sum(PartedLoss):
     def evaluate(self, forward: Callable[[object], object], batch: MicroBatch, need_output: bool) -> tuple[Tree, torch.Tensor]:
         """The output, and the sums of each part, one after the other."""
         output = forward(batch.x)
-        return output, torch.cat([loss.evaluate(lambda _: output, batch, False)[1] for loss in self.losses.values()])
+        return output, torch.cat([loss.evaluate(self._giving(output, loss), batch, False)[1] for loss in self.losses.values()])
+
+    def _giving(self, output: Tree, loss: Loss) -> Forward:
+        """A forward that returns what a loss takes of an output."""
+        taken = output if loss.takes_whole or not self.takes_whole else self._context.model_call.measured(output)
+        return lambda _: taken
 
     def evaluation_sums(self) -> int:
         return sum(loss.evaluation_sums() for loss in self.losses.values())

@@ -93,6 +93,16 @@ class Metric(Option, groups.Metric):
         """Take a batch: what the model returned, and the targets, both in the data's units."""
         self.state.update(*self.prepare(output, target))
 
+    @property
+    def tried_on(self) -> int:
+        """The number of samples that it is tried on before training begins."""
+        return 2
+
+    @property
+    def needs_output(self) -> bool:
+        """True if it measures what the model returns for the batch."""
+        return True
+
     def check(self, output: Tree, target: Tree, batch: MicroBatch) -> None:
         """Take an example, and forget it. Whatever it raises shows that the metric cannot take what the model returns."""
         self.reset()

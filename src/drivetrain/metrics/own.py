@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -22,7 +23,9 @@ from drivetrain.metrics.base import DIRECTIONS, Metric
 
 Direction = Literal["min", "max"]
 OF_EACH_BATCH = ("input", "batch", "model", "progress")
-FORGIVEN = (ValueError, ArithmeticError)  # of two samples, of which a metric may be undefined
+
+
+logger = logging.getLogger(__name__)
 
 
 class OwnMetric(Metric):
@@ -51,6 +54,10 @@ class OwnMetric(Metric):
     ) -> None:
         self.target, self.kwargs = target, kwargs or {}
         self.name, self.better, self.mean = name, better, mean  # type: ignore[assignment]
+
+    @property
+    def tried_on(self) -> int:
+        return 2 if self.mean else 64
 
     @property
     def figure(self) -> str:
@@ -102,6 +109,10 @@ class OwnMetric(Metric):
         self._call = UserCall(f"the method update of {setting}", made.update, offers=("output", "target", "input", "batch"))
         return made
 
+    @property
+    def needs_output(self) -> bool:
+        return "output" in self._call.needs or bool(self._call.positional)
+
     def update(self, output: Tree, target: Tree, batch: MicroBatch | None = None) -> None:
         inputs = None if batch is None else batch.x
         if not self._function:
@@ -125,7 +136,11 @@ class OwnMetric(Metric):
                 found = self._named(self._call(output=output, target=target))
             except UserError:
                 raise
-            except FORGIVEN:
+            except Exception as error:  # it may be undefined for so few
+                logger.warning(
+                    "metrics.own.target=%s cannot be tried on %d samples (%s: %s): it is first computed in the first evaluation",
+                    self.target, trees.length(target), type(error).__name__, str(error).partition("\n")[0],
+                )  # fmt: skip
                 return
             self._names = list(found)
         if self._function and (

@@ -37,7 +37,6 @@ class Ddp(ProcessGroupStrategy):
     effect = "close"
     changes = "gradients are averaged over ranks, of whose parts BatchNorm takes its statistics"
     bucket_mb: Positive = 25.0
-    static_graph: bool = False
     gradient_as_bucket_view: bool = True
     find_unused_parameters: bool = False
     forward_sync_buffers: bool = False
@@ -60,10 +59,10 @@ class Ddp(ProcessGroupStrategy):
                 f"parallel.compress=powersgd and {run.named('precision')} exclude each other (an overflow would stay in what it "
                 "carries over to the next update): set precision=bf16, or parallel.compress=fp16"
             )
-        if run.model.unfreeze and (self.static_graph or not self.find_unused_parameters):
+        if run.model.unfreeze and not self.find_unused_parameters:
             yield (
                 "model.unfreeze with parallel=ddp: DDP waits for the gradients of all parameters, also of those that begin "
-                "to train later: set parallel.find_unused_parameters=true parallel.static_graph=false"
+                "to train later: set parallel.find_unused_parameters=true"
             )
         if self.bucket_mb < SMALLEST_COMPILED_MB and run.compile.active and not run.compile.torchscript:
             yield (
@@ -90,7 +89,7 @@ class Ddp(ProcessGroupStrategy):
                 "calls none): set parallel.compress=bf16, or compile=inductor"
             )
         settings = {
-            "static_graph": self.static_graph, "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "find_unused_parameters": self.find_unused_parameters, "forward_sync_buffers": self.forward_sync_buffers,
         }  # fmt: skip
         for key, given in settings.items():
@@ -129,7 +128,6 @@ class Ddp(ProcessGroupStrategy):
         wrapped = torch.nn.parallel.DistributedDataParallel(
             model,
             bucket_cap_mb=self.bucket_mb,
-            static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             find_unused_parameters=self.find_unused_parameters,
         )
@@ -189,7 +187,7 @@ class AccumulatingStep(WrappingStep):
     def _check(self) -> None:
         """Raise UserError where DDP waits for gradients that never come: it has averaged none of their bucket."""
         self.checked = True
-        if self.model.find_unused_parameters or self.model.static_graph:
+        if self.model.find_unused_parameters:
             return
         if names := [name for name, p in self.model.module.named_parameters() if p.requires_grad and p.grad is None]:
             raise unused(names)

@@ -217,6 +217,7 @@ class Loss:
     evaluated_together = 1  # samples that an evaluation keeps in one batch, in their order
     runs_model = False  # it calls the model itself, as often as it likes
     takes_trees = False  # outputs and targets may be trees of tensors
+    takes_whole = False  # it gets all that the model returns, whatever part is named for metrics and predictions
     masks_tokens = False  # some tokens are hidden from the model, which gives what they were
 
     def outputs(self, classes: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -116,13 +118,26 @@ def parse_each(overrides: Iterable[str], form: str, problems: list[str]) -> Iter
             if not quotes and "{" in text and inner is not None:
                 quotes = f": a text with {inner} within braces needs quotes of its own, as in key='{{inner: \"a>=1\"}}'"
             if not quotes and "{" in text:  # shards, as train-{000..009}.tar
-                key, _, value = text.partition("=")
-                quotes = f""": a value with braces needs quotes of its own within the shell's, as '{key}="{value}"'"""
+                quotes = _with_braces(text)
             if not quotes and (letter := next((c for c in text if not c.isascii()), None)) is not None:
                 quotes = f": put texts with letters such as {letter} in quotes"
             problems.append(f"{text!r} is not of the form {form}{quotes}")
             continue
         yield text, parsed
+
+
+def _with_braces(text: str) -> str:
+    """The hint for a value in braces, of the first form that can be parsed: keys without quotes, or a text in quotes."""
+    from hydra.errors import HydraException
+
+    key, _, value = text.partition("=")
+    unquoted = re.sub(r"""(['"])((?:(?!\1).)*)\1\s*:""", lambda found: f"{_key(found[2])}:", value)
+    quoted = "a value with braces needs quotes of its own within the shell's"
+    for why, form in (("keys in braces need no quotes", unquoted), (quoted, f'"{value}"'), (quoted, format_value(value))):
+        with contextlib.suppress(HydraException):
+            parse(f"{key}={form}")
+            return f": {why}, as {shlex.quote(f'{key}={form}')}"
+    return ""
 
 
 def _depth(value: str) -> int:

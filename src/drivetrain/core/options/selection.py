@@ -66,9 +66,16 @@ def evaluated(run: RunSpec) -> dict[str, Better | None]:
     return {str(Figure(m, averaged, s)): found[m] for s in run.data.judging_sets() for averaged in weights for m in found}
 
 
+def chosen(run: RunSpec) -> str | None:
+    """Return the figure that `select` names, as a preset does: one without a set is that of the first of several."""
+    name: str | None = run.values.get("select")
+    of_first = None if name is None or "/" in name else str(Figure.parse(name)._replace(set=run.data.judging_sets()[0]))
+    return of_first if of_first in evaluated(run) else name
+
+
 def selected(run: RunSpec) -> Selection:
     """Return the metric that ranks the run's models: `select`, or else the one that its loss names, of the first set."""
-    name = run.values.get("select")
+    name = chosen(run)
     better = evaluated(run)[name] if name is not None else None
     if name is not None and better is not None:
         return Selection(name, better)

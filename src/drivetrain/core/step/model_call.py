@@ -20,17 +20,18 @@ class ModelCall:
 
     how: Literal["keywords", "positions", "one"]
     output: str | None = None  # the part of what it returns that is the output; None: all of it
+    whole: bool = False  # the loss gets all of it
 
     @classmethod
-    def chosen(cls, setting: ForwardInput, x: Tree, output: str | None = None) -> ModelCall:
+    def chosen(cls, setting: ForwardInput, x: Tree, output: str | None = None, whole: bool = False) -> ModelCall:
         """Return the call for inputs such as `x`. By default dicts are keywords and tuples are positions. Raises UserError."""
         is_dict, is_row = isinstance(x, dict), isinstance(x, tuple | list)
         if setting == "auto":
-            return cls("keywords" if is_dict else "positions" if is_row else "one", output)
+            return cls("keywords" if is_dict else "positions" if is_row else "one", output, whole)
         if (setting == "keywords" and not is_dict) or (setting == "positions" and not (is_dict or is_row)):
             given = "one tensor" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
             raise UserError(f"forward_input={setting}, but the inputs of a sample are {given}: set forward_input=auto")
-        return cls(setting, output)
+        return cls(setting, output, whole)
 
     def arguments(self, x: Tree) -> Tree:
         """Return what `trees.call` calls the model with: a tensor, a tuple of positions or a dict of keywords."""
@@ -43,7 +44,7 @@ class ModelCall:
 
         For one argument it is `forward` itself: it costs nothing.
         """
-        if self.output is not None:
+        if self.output is not None and not self.whole:
             forward, whole = (lambda *given, **keywords: part(whole(*given, **keywords), self.output or "")), forward
         if self.how == "one":
             return forward
@@ -54,6 +55,10 @@ class ModelCall:
             return call(forward, self.arguments(given[0]))
 
         return called
+
+    def measured(self, output: Tree) -> Tree:
+        """Return what metrics and predictions take, of what the loss gets. Raises UserError."""
+        return self.output_of(output) if self.whole else output
 
     def output_of(self, returned: object) -> Tree:
         """Return the output in what the model returned. Raises UserError."""

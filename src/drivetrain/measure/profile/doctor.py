@@ -105,7 +105,7 @@ def _ranks(profile: StepProfile, job: Job, ranks: int) -> Iterator[Problem]:
             f"the ranks cost each other {lost / total:.0%} of the step",
             f"an update of {job.run.batch.size(0)} samples takes {total - lost:.1f} ms on one rank by itself and {lost:.1f} ms "
             f"more among {ranks} ranks: they exchange gradients, wait for the slowest, and share memory and cores",
-            ("parallel=single", "parallel.static_graph=true", *fewer),
+            ("parallel=single", *fewer),
         )
 
 
