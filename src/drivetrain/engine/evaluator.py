@@ -129,7 +129,7 @@ class Evaluator:
         """Try code of the user's and the metrics on a few samples. Raises UserError where these cannot take the output."""
         if not self.meters and not self.loss.keeps():
             return
-        tried = min(max(2, *(meter.tried_on for meter in self.meters)), self.batch.micro_batch(self.parallel.data_world))
+        tried = min(max([2, *(meter.tried_on for meter in self.meters)]), self.batch.micro_batch(self.parallel.data_world))
         rows = torch.arange(tried) % len(self.data.source)
         x, y = (send(tree, self.device) for tree in self.data(Request(0, rows, 1.0)))
         batch, training = MicroBatch(x, y, torch.ones((), device=self.device), True, False), self.model.training
