@@ -126,7 +126,7 @@ def test_value_by_hand():
 def test_agc_equals_timms():
     ours, theirs = network(), network()
     before = gradients(ours)
-    Agc(0.02, 1e-3).create(list(ours.parameters()), total_norm)()
+    Agc(0.02, 1e-3).create(list(ours.parameters())[:-2], total_norm)()
     adaptive_clip_grad(list(theirs.parameters())[:-2], 0.02, 1e-3)
     moved = 0
     for mine, other, old in zip(gradients(ours), gradients(theirs), before, strict=True):
@@ -136,27 +136,10 @@ def test_agc_equals_timms():
 
 
 def test_agc_lets_weights_of_zero_move_and_gradients_of_zero_stay():
-    weight, last = torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.ones(1, 2))
+    weight = torch.nn.Parameter(torch.zeros(2, 3))
     weight.grad = torch.tensor([[3.0, 4.0, 0.0], [0.0, 0.0, 0.0]])
-    Agc(clip_factor=0.1, eps=0.5).create([weight, last], total_norm)()
+    Agc(clip_factor=0.1, eps=0.5).create([weight], total_norm)()
     torch.testing.assert_close(weight.grad, torch.tensor([[0.03, 0.04, 0.0], [0.0, 0.0, 0.0]]))
-
-
-@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "convnext_atto", "mobilenetv3_small_050", "nf_resnet26"])
-def test_agc_leaves_the_classifier_of_timms_networks_alone(name):
-    import timm
-
-    with torch.device("meta"):
-        model = timm.create_model(name, num_classes=5)
-    bounded: list[torch.Tensor] = []
-    agc = Agc()
-    agc._clip = lambda weights, *_: bounded.extend(weights)
-    for p in model.parameters():
-        p.grad = torch.empty_like(p)
-    agc.create(list(model.parameters()), total_norm)()
-    classifier = {p.shape for p in model.get_classifier().parameters()}
-    assert len(bounded) == len(list(model.parameters())) - 2
-    assert classifier == {p.shape for p in list(model.parameters())[-2:]}
 
 
 def test_agc_bounds_biases_too_though_the_optimizer_has_them_in_a_group_after_all_weights(make, monkeypatch):

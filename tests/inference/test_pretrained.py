@@ -71,6 +71,17 @@ def test_an_adapter_is_read_by_peft_and_by_a_run(case, adapter, tiny, tmp_path, 
     assert torch.allclose(outputs(again), expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("model", ["gpt2"])
+def test_an_adapter_that_peft_reads_as_another_model_is_refused(case, tiny, tmp_path):
+    """An embedding that trained, tied to the head: peft leaves the head as it was."""
+    words = [*case[2], "adapter=lora", "adapter.train_also=[transformer.wte]"]
+    run = drivetrain.train(tiny(*words, "optimizer.lr=0.1"))
+    with pytest.raises(UserError, match=r"was not written: its output differs .* peft unties the weights .* Leave --adapter out"):
+        export([str(run.run_dir), str(tmp_path / "adapter"), "--format", "transformers", "--adapter"])
+    assert not (tmp_path / "adapter").exists()
+    export([str(run.run_dir), str(tmp_path / "whole"), "--format", "transformers"])
+
+
 @pytest.mark.parametrize(("model", "adapter"), PAIRS)
 def test_an_adapter_of_peft_starts_a_run(case, adapter, make, tmp_path):
     cls, base, words = case

@@ -1,6 +1,7 @@
 """Frozen parameters: what trains, and from which update on; norms that keep their statistics; with what it is refused."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ import drivetrain
 from drivetrain.config.catalog import options
 from drivetrain.core.errors import UserError
 from drivetrain.core.options.horizon import Horizon
-from drivetrain.model.freezing import Schedule, keeping_statistics
+from drivetrain.core.step.modules import keep_in_evaluation
+from drivetrain.model.freezing import Schedule
 
 RESNET = ["data.shape=[1,8,8]", "model=resnet9", "model.width=4"]
 STAGES = ["model.hidden=[5,5]", "model.freeze=[*]", "model.unfreeze={head: 0, layers.1: 2, layers.0.linear.bias: 3}"]
@@ -144,18 +146,51 @@ def test_norms_follow_their_parameters(make, each_update):
     assert [torch.equal(mean, start) for _, mean in seen] == [True, False, False]
 
 
-def test_a_norm_keeps_its_class_name_and_can_be_copied():
-    norm = nn.BatchNorm1d(2)
-    kept = keeping_statistics(norm)
-    both = kept, copy.deepcopy(kept)
-    for one in both:
-        assert type(one).__name__ == "BatchNorm1d"
-        assert isinstance(one, nn.BatchNorm1d)
-        assert not one.train().training
-    kept.keep(False)
-    assert kept.training
-    assert not kept.eval().training
-    assert not both[1].training
+def test_what_stays_in_evaluation_is_of_its_own_class_and_can_be_copied_and_pickled():
+    kept = nn.Sequential(nn.BatchNorm1d(2))
+    keep_in_evaluation(kept[0])
+    every = kept, copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))
+    for one in every:
+        one.train()
+        assert type(one[0]) is nn.BatchNorm1d
+        assert one.training
+        assert not one[0].training
+    keep_in_evaluation(kept[0], False)
+    assert kept[0].training
+    assert not kept.eval()[0].training
+    assert kept.train()[0].training
+    assert not every[1][0].training
+
+
+class Backbone(nn.Module):
+    """Its parts: frozen and in evaluation, frozen, in evaluation, and a norm within what trains."""
+
+    def __init__(self, classes=10):
+        super().__init__()
+        self.still = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        self.frozen, self.waits = nn.BatchNorm1d(8), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, classes)
+        self.still.requires_grad_(False).eval()
+        self.frozen.requires_grad_(False)
+        self.waits.eval()
+        self.waits[0].requires_grad_(True)
+        self.norm.requires_grad_(False).eval()
+
+    def forward(self, x):
+        return self.head(self.norm(self.waits(self.frozen(self.still(x)))))
+
+
+def test_what_a_model_has_frozen_and_put_into_evaluation_stays_there(make, caplog):
+    """What it froze alone, or put into evaluation alone as transformers' from_pretrained does, trains as in a loop by hand."""
+    caplog.set_level("INFO", "drivetrain")
+    trainer = make("model=own", "model.target=tests.model.test_freezing.Backbone", "trust=[tests]", "updates=2")
+    trainer.fit()
+    trainer.model.train()
+    assert {n for n, m in trainer.model.named_modules() if m.training} == {"", "frozen", "waits", "waits.0", "waits.1", "head"}
+    counts = {n: int(m.num_batches_tracked) for n, m in trainer.model.named_modules() if isinstance(m, nn.BatchNorm1d)}
+    assert counts == {"still.2": 0, "frozen": 2, "norm": 0}
+    assert "still stays in evaluation mode: the model has frozen it and put it there" in caplog.text
+    assert "norm stays in evaluation mode" in caplog.text
 
 
 def test_a_resume_cannot_train_what_the_run_had_frozen(train):

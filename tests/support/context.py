@@ -17,7 +17,7 @@ def context(world: World | None = None, **known: Any) -> BuildContext:
     """The context of one CPU process, with what else is `known` of the run."""
     made = BuildContext(RunSpec({}, {}, {}), world or World(), Path())
     made.device = torch.device("cpu")
-    made.parallel = Parallel()
+    made.parallel, made.example = Parallel(), torch.zeros(2, 1, dtype=torch.int64)
     for name, value in known.items():
         setattr(made, name, value)
     return made

@@ -13,6 +13,7 @@ from drivetrain.core.options import groups
 from drivetrain.core.options.allowed import NamePattern
 from drivetrain.core.options.option import BuildContext, Count, Effect, Momentum, Option, Positive, RunSpec
 from drivetrain.core.step import low_rank
+from drivetrain.core.step.architecture import Architecture
 from drivetrain.core.step.modules import put_in_place
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Lora(Adapter):
     def apply(self, model: torch.nn.Module, context: BuildContext) -> Iterator[str]:
         from drivetrain.adapter import layers
 
-        heads = context.run.model.output_layers(model)
+        heads = Architecture.of(model).heads
         chosen = layers.choose(model, context.example, self.targets, heads)
         if not chosen:
             run = context.run
@@ -123,9 +124,9 @@ class Lora(Adapter):
         if self.weights is not None:
             yield layers.load_peft(model, expanded(self.weights), self.rank, self.alpha, not self.true_gradient)
 
-    def trained_whole(self, model: torch.nn.Module, heads: Sequence[str]) -> set[str]:
-        """Return the modules whose own parameters train beside the adapters. `heads` are those that give the outputs."""
-        kept = set(self._frozen(model, heads))
+    def trained_whole(self, model: torch.nn.Module) -> set[str]:
+        """Return the modules whose own parameters train beside the adapters."""
+        kept = set(self.frozen(model))
         return {name.rpartition(".")[0] for name, _ in model.named_parameters() if name not in kept}
 
     def adapted(self, layer: torch.nn.Linear) -> LoraLinear:
@@ -134,13 +135,11 @@ class Lora(Adapter):
 
         return layers.LoraLinear.of(layer, self.rank, self.alpha, self.dropout)
 
-    def frozen(self, model: torch.nn.Module, option: groups.Model) -> list[str]:
-        return self._frozen(model, option.output_layers(model))
-
-    def _frozen(self, model: torch.nn.Module, heads: Sequence[str]) -> list[str]:
+    def frozen(self, model: torch.nn.Module) -> list[str]:
         from drivetrain.adapter import layers
 
-        return layers.frozen_names(model, layers.unshared(model, heads) if self.train_also is None else self.train_also)
+        also = layers.unshared(model, Architecture.of(model).heads) if self.train_also is None else self.train_also
+        return layers.frozen_names(model, also)
 
 
 class Dora(Lora):

@@ -19,6 +19,7 @@ from torch.nn.functional import dropout, linear
 from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.machine import files
 from drivetrain.core.options.allowed import check_patterns, matches
+from drivetrain.core.step.architecture import is_transposed
 from drivetrain.core.step.low_rank import LEVELS, is_adapters, narrowed, row_norms, widened
 from drivetrain.core.step.modules import run_once, taken_over
 from drivetrain.core.step.trees import Tree
@@ -122,7 +123,7 @@ class DoraLinear(LoraLinear):
 
 def choose(model: nn.Module, example: Tree, targets: Sequence[str] | None, heads: Collection[str]) -> dict[str, nn.Linear]:
     """The Linear layers to adapt, by name. Raises UserError for a target that cannot be adapted."""
-    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear or _is_transposed(m)}
+    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear or is_transposed(m)}
     called = _called(model, example, linears)
     if targets is None:
         found = {n: m for n, m in linears.items() if n in called and not _in_any(n, heads) and not _shares(model, m)}
@@ -149,11 +150,6 @@ def frozen_names(model: nn.Module, also: Sequence[str]) -> list[str]:
     own = [name for name, _ in model.named_parameters() if not is_adapters(name)]
     check_patterns(own, {"adapter.train_also": also}, "parameter")
     return [name for name in own if not _in_any(name, also)]
-
-
-def _is_transposed(module: nn.Module) -> bool:
-    """True if it is a Conv1D of transformers, the linear layer of GPT-2."""
-    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def _in_any(name: str, patterns: Collection[str]) -> bool:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from drivetrain.core.lazy import torch
 from drivetrain.core.options import groups
 from drivetrain.core.options.option import BuildContext, Effect, Option, Positive
+from drivetrain.core.step.architecture import Architecture
 
 Tensors = Sequence["torch.Tensor"]
 GlobalNorm = Callable[[Tensors, float], "torch.Tensor"]  # (parameters, type of the norm) → norm of their gradients, 0-d
@@ -96,8 +97,8 @@ class Agc(Clip):
     unit's weights (Brock et al. 2021, NFNets).
 
     A unit is a row of a weight's first dimension (an output of a linear layer or convolution); a vector (bias, gain) is one
-    unit. A weight norm below `eps` counts as `eps`, so that weights that start at zero can move. As in the paper, the final
-    layer is not clipped: the last parameter of two or more dimensions and those after it (its bias).
+    unit. A weight norm below `eps` counts as `eps`, so that weights that start at zero can move. As in the paper, the layers
+    that give the outputs are not clipped; with a phase of the updates, those of its own parameters.
     """
 
     effect = "changes"
@@ -108,15 +109,16 @@ class Agc(Clip):
         self.clip_factor, self.eps = clip_factor, eps
 
     def build(self, context: BuildContext) -> Callable[[], None]:
-        groups, of_phase = context.optimizer.param_groups, bool(context.run.values["phases"])
+        groups = context.optimizer.param_groups
         updated = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
+        among = updated if context.run.values["phases"] else None
+        left = Architecture.of(context.model, context.example, among).of_outputs
         # In the model's order: an optimizer's groups put biases after all weights. Other ranks may update some of them.
-        ordered = {n: updated.get(n, p) for n, p in context.model.named_parameters() if n in updated or not of_phase}
-        before = list(ordered)[: _last_matrix(list(ordered.values()))]
-        return self._clipping([updated[name] for name in before if name in updated], context.parallel.row_sums)
+        clipped = [updated[name] for name, _ in context.model.named_parameters() if name in updated and name not in left]
+        return self._clipping(clipped, context.parallel.row_sums)
 
     def create(self, parameters: list[torch.nn.Parameter], norm: GlobalNorm) -> Callable[[], None]:
-        return self._clipping(parameters[: _last_matrix(parameters)], lambda _: None)
+        return self._clipping(parameters, lambda _: None)
 
     def _clipping(
         self, clipped: list[torch.nn.Parameter], row_sums: Callable[[Tensors], groups.Sums | None]
@@ -144,10 +146,6 @@ class Agc(Clip):
             torch._foreach_div_(scale, norms)
             torch._foreach_clamp_max_(scale, 1.0)  # infinite for a zero gradient, which stays zero
             torch._foreach_mul_(gradients, scale)
-
-
-def _last_matrix(parameters: list[torch.nn.Parameter]) -> int:
-    return max((i for i, p in enumerate(parameters) if p.ndim > 1), default=len(parameters))
 
 
 def _norms_of_all_parts(sums: groups.Sums, *of_parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:

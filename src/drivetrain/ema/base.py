@@ -14,6 +14,7 @@ from drivetrain.core.options import groups
 from drivetrain.core.options import horizon as horizons
 from drivetrain.core.options.option import BuildContext, CountOrZero, Effect, Length, Option, RunSpec, Share
 from drivetrain.core.step import streams
+from drivetrain.core.step.architecture import tied_names
 from drivetrain.core.step.microbatch import Request
 from drivetrain.core.typed import StateDict
 
@@ -73,10 +74,7 @@ class Kept(Ema):
             average = name.rpartition(".")[2] in STATISTICS and self.buffers == "average"
             (averaged if average else copied)[name] = buffer
         self._names, self._phases = list(averaged) + list(copied), context.phases
-        first = {id(p): name for name, p in model.named_parameters()}
-        every = model.named_parameters(remove_duplicate=False)
-        # Further names of a parameter that has several, such as a tied embedding, and its first one.
-        self._tied = {name: first[id(p)] for name, p in every if first[id(p)] != name}
+        self._tied = tied_names(model)
         self._live = [t.detach() for t in averaged.values()]
         self._live_copied = [t.detach() for t in copied.values()]
         self._mean = [t.to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in self._live]

@@ -23,7 +23,9 @@ from drivetrain.core.options import stages
 from drivetrain.core.options.horizon import Horizon
 from drivetrain.core.options.protocols import LogWriter
 from drivetrain.core.options.selection import selected
+from drivetrain.core.step.architecture import resting
 from drivetrain.core.step.model_call import ModelCall
+from drivetrain.core.step.modules import keep_in_evaluation
 from drivetrain.core.step.step import Step
 from drivetrain.core.step.trees import Tree, described, named_leaves
 from drivetrain.core.typed import JsonObject
@@ -325,6 +327,9 @@ def _edited_model(context: RunContext) -> torch.nn.Module:
     if problem := Model.of(run).input_problem(inputs):
         raise UserError(f"{run.named('model')} {problem} of {run.named('data')}: choose a model that takes them")
     model: torch.nn.Module = Model.of(run).build(context)
+    for name in resting(model) if context.trains else ():
+        keep_in_evaluation(model.get_submodule(name))
+        logger.info("%s stays in evaluation mode: the model has frozen it and put it there", name)
     # Edits of the module tree come first: every later step works on the final modules. The memory format is one of
     # them; it is set before compiling, which specialises on strides.
     formats = [e.memory_format for e in run.surgery if e.memory_format is not None]

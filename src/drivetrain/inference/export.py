@@ -125,7 +125,7 @@ def _write_program(loaded: LoadedRun, path: Path, kind: str, with_normalize: boo
         return " (not checked: pip install 'drivetrain[onnx]')" if found is None else _compared(program, found, loaded, path)
 
 
-def _compared(ours: Run, theirs: Run, loaded: LoadedRun, path: Path) -> str:
+def _compared(ours: Run, theirs: Run, loaded: LoadedRun, path: Path, instead: str = "") -> str:
     """The words on how near the outputs of what was written are to the model's, for other batches than it was traced with.
 
     Raises UserError where they differ.
@@ -142,6 +142,7 @@ def _compared(ours: Run, theirs: Run, loaded: LoadedRun, path: Path) -> str:
         if not difference <= TOLERANCE:
             raise UserError(
                 f"{path} was not written: its output differs from the model's by {difference:.1e}, more than {TOLERANCE:.0e}"
+                + instead
             )
         worst = max(worst, difference)
     return f" (matches the model's output to {worst:.0e})"
@@ -267,9 +268,8 @@ def _write_folder(finished: Finished, folder: Path, adapter: bool) -> str:
         temporary.mkdir()
         if adapter:
             weights = chosen_weights(finished.checkpoint, *checkpoint_io.load(finished.checkpoint), finished.average)
-            adapter_layers.write_peft(
-                temporary, weights, Lora.of(run).trained_whole(loaded.model, option.output_layers(loaded.model)), base
-            )
+            adapter_layers.write_peft(temporary, weights, Lora.of(run).trained_whole(loaded.model), base)
+            checked = _check_adapter(loaded, option, temporary, folder)
             library, use = "peft", [
                 f"base = transformers.{cls}.from_pretrained(BASE)", "model = peft.PeftModel.from_pretrained(base, FOLDER)",
             ]  # fmt: skip
@@ -288,11 +288,38 @@ def _write_whole(loaded: LoadedRun, written: Path, folder: Path) -> str:
     model.config.use_cache = True  # switched off for training; who generates wants it
     model.save_pretrained(written)
     model.config.use_cache = False
-    again = type(model).from_pretrained(written, use_safetensors=True).eval()
+    again = type(model).from_pretrained(written, use_safetensors=True)
     again.config.use_cache = False
+    return _same_outputs(model, again, loaded, folder)
+
+
+def _check_adapter(loaded: LoadedRun, option: Transformers, written: Path, folder: Path) -> str:
+    """Compare the model's outputs with those of its base with the adapter, as peft reads them."""
+    model: Any = loaded.model
+    if find_spec("peft") is None:
+        return " (not checked: pip install peft)"
+    if (kept := Lora.of(loaded.run).base) != "full":
+        return f" (not checked: the run's frozen weights were rounded, adapter.base={kept})"
+    from peft import PeftModel
+
+    try:
+        base = type(model).from_pretrained(
+            option.place(), config=model.config, use_safetensors=True, ignore_mismatched_sizes=True
+        )
+    except OSError:
+        return f" (not checked: {option.name} is not there)"
+    instead = (
+        ": peft unties the weights of a module that trained as a whole. Leave --adapter out, so that the whole model is written"
+    )
+    return _same_outputs(model, PeftModel.from_pretrained(base, str(written)), loaded, folder, instead)
+
+
+def _same_outputs(model: Any, again: Any, loaded: LoadedRun, folder: Path, instead: str = "") -> str:
+    """Compare a model's outputs with those of one that was read again; return the words on it. Raises UserError."""
+    again.eval()
 
     def call(function: Callable[..., object], x: Tree) -> Any:
         return function(**(x if isinstance(x, dict) else {model.main_input_name: x}))
 
     with torch.no_grad():
-        return _compared(lambda x: call(model, x), lambda x: call(again, x).logits, loaded, folder)
+        return _compared(lambda x: call(model, x), lambda x: call(again, x).logits, loaded, folder, instead)

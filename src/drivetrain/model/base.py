@@ -150,12 +150,6 @@ class Model(Option, groups.Model):
         """True if training starts from weights that are given, not from random ones."""
         return self.weights is not None
 
-    def output_layers(self, model: torch.nn.Module) -> list[str]:
-        """The names of the model's layers that give the outputs, as far as they are known."""
-        from drivetrain.model import weights
-
-        return sorted(weights.heads(model))
-
     def untrained(self) -> Model:
         """Return this option for a run that is finished: without the weights that training started from, nothing frozen."""
         return replace(self, **NO_START)
@@ -170,7 +164,7 @@ class Model(Option, groups.Model):
 
     def freeze_parameters(self, model: torch.nn.Module, context: BuildContext) -> Iterator[str]:
         """Set requires_grad=False where a parameter never trains. Returns lines to log; raises UserError if nothing trains."""
-        freeze = context.run.adapter.frozen(model, self) or self.freeze
+        freeze = context.run.adapter.frozen(model) or self.freeze
         if not freeze:
             return iter(())
         from drivetrain.model import freezing
@@ -181,7 +175,7 @@ class Model(Option, groups.Model):
         """Return the names of the parameters that train at some time. Raises UserError for patterns that match nothing."""
         from drivetrain.model import freezing
 
-        freeze, names = context.run.adapter.frozen(model, self) or self.freeze, list(dict(model.named_parameters()))
+        freeze, names = context.run.adapter.frozen(model) or self.freeze, list(dict(model.named_parameters()))
         return freezing.trained(names, self._schedule(model, context, freeze)) if freeze else names
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:

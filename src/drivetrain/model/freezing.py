@@ -13,7 +13,7 @@ from drivetrain.core.options.allowed import check_patterns, matches
 from drivetrain.core.options.horizon import Horizon, Progress
 from drivetrain.core.options.option import Length
 from drivetrain.core.step.microbatch import MicroBatch
-from drivetrain.core.step.modules import put_in_place, taken_over
+from drivetrain.core.step.modules import is_kept_in_evaluation, keep_in_evaluation
 from drivetrain.core.step.step import WrappingStep
 
 NEVER = math.inf
@@ -60,8 +60,9 @@ def freeze(model: torch.nn.Module, schedule: Schedule) -> Iterator[str]:
     _check_some_train(starts)
     for name, start in starts.items():
         parameters[name].requires_grad_(start != NEVER)
-    norms = {norm: keeping_statistics(norm) for name, norm in _norms(model) if schedule.norm_start(name, norm)}
-    put_in_place(model, norms.items())
+    for name, norm in _norms(model):
+        if schedule.norm_start(name, norm):
+            keep_in_evaluation(norm)
     kept = sum(schedule.norm_start(name, norm) == NEVER for name, norm in _norms(model))
     frozen = sum(parameters[name].numel() for name, start in starts.items() if start)
     total = sum(p.numel() for p in parameters.values())
@@ -90,7 +91,7 @@ class Unfreezing:
 
     def __init__(self, model: torch.nn.Module, schedule: Schedule) -> None:
         starts = ((p, schedule.start(name)) for name, p in model.named_parameters() if p.requires_grad)
-        norms = ((name, norm) for name, norm in _norms(model) if isinstance(norm, KeepsStatistics))
+        norms = ((name, norm) for name, norm in _norms(model) if is_kept_in_evaluation(norm))
         norm_starts = ((norm, schedule.norm_start(name, norm)) for name, norm in norms)
         self._parameters = [(p, start) for p, start in starts if start]
         self._norms = [(norm, start) for norm, start in norm_starts if 0 < start < NEVER]
@@ -101,7 +102,7 @@ class Unfreezing:
         for p, start in self._parameters:
             p.requires_grad_(start <= update)
         for norm, start in self._norms:
-            norm.keep(start > update)
+            keep_in_evaluation(norm, start > update)
         starts = [start for _, start in (*self._parameters, *self._norms)]
         self.next = min((start for start in starts if start > update), default=NEVER)
 
@@ -124,31 +125,3 @@ def _norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.track_running_stats:
             yield name, module
-
-
-class KeepsStatistics(torch.nn.Module):
-    """A norm that stays in evaluation mode while the model trains, until it is released: nobody else need know of it."""
-
-    kept: bool
-
-    def train(self, mode: bool = True) -> KeepsStatistics:
-        return super().train(mode and not self.kept)
-
-    def keep(self, kept: bool) -> None:
-        """Keep the statistics, or follow the model's mode, which is that of training now."""
-        if kept != self.kept:
-            self.kept = kept
-            self.train(not kept)
-
-
-_CLASSES: dict[type, type[KeepsStatistics]] = {}
-
-
-def keeping_statistics(norm: torch.nn.Module) -> KeepsStatistics:
-    """Return the norm as one that keeps its statistics."""
-    cls = type(norm)
-    new: type[KeepsStatistics] = type(cls.__name__, (KeepsStatistics, cls), {"__doc__": cls.__doc__})
-    made = taken_over(norm, _CLASSES.setdefault(cls, new))
-    made.kept = True
-    made.eval()
-    return made

@@ -95,7 +95,7 @@ class Transformers(Model):
 
     @property
     def has_tokenizer(self) -> bool:
-        place = Path(self._place())
+        place = Path(self.place())
         return (place / TOKENIZER).is_file() if place.is_dir() else self.pretrained
 
     def tokenizer_files(self) -> tuple[Path, Mapping[str, Any]]:
@@ -210,7 +210,7 @@ class Transformers(Model):
         """The config of the architecture, folder or hub, with `model.config`. Raises UserError."""
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-        name, place = str(self.name), Path(self._place())
+        name, place = str(self.name), Path(self.place())
         if name in CONFIG_MAPPING_NAMES and not self.pretrained and not place.is_dir():
             return _config_of({"model_type": name}, f"model.name={name}", self.config)
         if not (file := self._file("config.json")).is_file():
@@ -219,7 +219,7 @@ class Transformers(Model):
 
     def _file(self, name: str) -> Path:
         """The file of this name in the folder, or of the hub's model in the cache; it need not exist. Raises UserError."""
-        if (place := Path(self._place())).is_dir():
+        if (place := Path(self.place())).is_dir():
             return place / name
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError
@@ -234,7 +234,8 @@ class Transformers(Model):
             except EntryNotFoundError:
                 return place / name
 
-    def _place(self) -> str:
+    def place(self) -> str:
+        """The folder, or the name on the hub, of the weights that training starts from."""
         return os.path.expanduser(str(self.name))
 
     def _fit(self, config: Any, head: str, context: BuildContext, x: torch.Tensor) -> None:
@@ -297,7 +298,7 @@ class Transformers(Model):
     def _loaded(self, cls: Any, config: Any, attention: str | None) -> Any:
         """The model with the weights of its folder or name. Raises UserError where they are not the model's."""
         model, found = cls.from_pretrained(
-            self._place(), config=config, attn_implementation=attention, dtype=torch.float32, use_safetensors=True,
+            self.place(), config=config, attn_implementation=attention, dtype=torch.float32, use_safetensors=True,
             ignore_mismatched_sizes=True, output_loading_info=True, trust_remote_code=False,
         )  # fmt: skip
         body = f"{model.base_model_prefix}."

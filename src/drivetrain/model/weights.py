@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -18,6 +17,7 @@ from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.options.allowed import check_patterns, matches
 from drivetrain.core.options.option import needs_extra
 from drivetrain.core.step import low_rank
+from drivetrain.core.step.architecture import Architecture, tied_names
 from drivetrain.saving import checkpoint_io, manifest
 
 Weights = dict[str, torch.Tensor]
@@ -25,7 +25,6 @@ Weights = dict[str, torch.Tensor]
 WRAPPERS = ("state_dict", "model_state_dict", "model")  # keys under which other programs save the weights
 PREFIXES = ("module.", "model.")  # of all names: DistributedDataParallel's, and a LightningModule's
 INFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile's, and activation checkpointing's
-HEADS = ("head", "heads", "fc", "classifier", "score")  # usual names of the layer that gives the classes, in models not of timm
 DEPTH = 8  # of such keys within one another
 NAMED = 10  # names in a message
 
@@ -170,7 +169,7 @@ def _first_convolutions(model: torch.nn.Module) -> Sequence[str]:
 
 def _drop_head(model: torch.nn.Module, weights: Weights, own: Mapping[str, torch.Tensor], classes: int) -> dict[str, int]:
     """Remove the head's tensors that differ in the number of classes alone. Returns their names, and the file's number."""
-    names, outputs = heads(model), getattr(model, "num_classes", classes)
+    names, outputs = Architecture.of(model).heads, getattr(model, "num_classes", classes)
     remade = {
         name: len(weights[name])
         for name, wanted in own.items()
@@ -183,19 +182,6 @@ def _drop_head(model: torch.nn.Module, weights: Weights, own: Mapping[str, torch
     for name in remade:
         del weights[name]
     return remade
-
-
-def heads(model: Any) -> Collection[str]:
-    """The names of the modules that give the outputs: timm's own, all but a model of transformers' body, else the usual ones."""
-    if body := getattr(model, "base_model_prefix", ""):
-        return {name for name, module in model.named_children() if name != body and any(True for _ in module.parameters())}
-    config = getattr(model, "pretrained_cfg", None)
-    names = set(_as_names(config["classifier"])) if isinstance(config, Mapping) and config.get("classifier") else set()
-    if hasattr(model, "get_classifier"):
-        given = model.get_classifier()
-        modules = [id(module) for module in (given if isinstance(given, tuple | list) else (given,))]
-        names |= {name for name, module in model.named_modules() if id(module) in modules}
-    return names or {name for name in HEADS if hasattr(model, name)}
 
 
 def _add_zero_biases(model: torch.nn.Module, weights: Weights, own: Mapping[str, torch.Tensor]) -> list[str]:
@@ -215,9 +201,9 @@ def _add_zero_biases(model: torch.nn.Module, weights: Weights, own: Mapping[str,
 
 def _may_be_missing(model: torch.nn.Module, weights: Weights) -> set[str]:
     """Names that a file need not have: counts of batches (before torch 1.0), and further names of a weight that it has."""
-    names: dict[int, set[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), set()).add(name)
+    names: dict[str, set[str]] = {}
+    for name, first in tied_names(model).items():
+        names.setdefault(first, {first}).add(name)
     tied = [same for same in names.values() if same & weights.keys()]
     return {name for name in model.state_dict() if name.endswith("num_batches_tracked")}.union(*tied)
 

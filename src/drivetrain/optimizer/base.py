@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
@@ -13,6 +13,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.machine import torch_patches
 from drivetrain.core.options.allowed import check_patterns, flatten
 from drivetrain.core.options.option import BuildContext, Effect, RunSpec
+from drivetrain.core.step.architecture import sparse_parameters
 from drivetrain.optimizer.groups import GroupSettings, Hyperparameters, parameter_groups, trained_names
 
 Implementation = Literal["fused", "foreach", "loop"]
@@ -118,7 +119,11 @@ class Optimizer(Hyperparameters):
         parameters = [p for g in groups for p in g["params"]]
         torch_patches.keep_compiler_unimported()
         here = next((p for p in parameters if not p.is_meta), parameters[0])  # another rank updates those without memory
-        implementation = self.implementation(here.device.type, sum(p.numel() for p in parameters))
+        sparse, chosen = sparse_parameters(model), self.fused is not None or self.foreach is not None
+        loop = bool(sparse) and not chosen  # no other implementation takes sparse gradients
+        implementation = "loop" if loop else self.implementation(here.device.type, sum(p.numel() for p in parameters))
+        for group in groups:
+            self._try_sparse([sparse[id(p)] for p in group["params"] if id(p) in sparse], group, implementation)
         optimizer = self.make(groups, implementation)
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty and not self.takes_closure:
@@ -131,6 +136,22 @@ class Optimizer(Hyperparameters):
             group["param_names"] = [names[id(p)] for p in group["params"]]
         torch_patches.remove_step_wrappers(optimizer)
         return optimizer
+
+    def _try_sparse(self, names: Sequence[str], group: Mapping[str, object], implementation: Implementation) -> None:
+        """Raise UserError where the optimizer, with the settings of this group, does not take sparse gradients."""
+        if not names:
+            return
+        p = torch.nn.Parameter(torch.zeros(2, 2))
+        p.grad = torch.ones(2, 2).to_sparse(1)
+        optimizer = self.make([{**group, "params": [p]}], implementation)
+        try:
+            optimizer.step(lambda: 0.0) if self.takes_closure else optimizer.step()
+        except Exception as error:  # each optimizer refuses in its own words
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"{names[0]} has sparse gradients, and {type(optimizer).__name__} with these settings does not take them "
+                f"({reason}): set sparse=False in the Embedding, or optimizer=sgd optimizer.no_weight_decay=[{names[0]}]"
+            ) from None
 
     def check_names(self, trained: Collection[str]) -> None:
         """Raise UserError for every pattern in the settings that matches none of the parameters that train, by their names."""

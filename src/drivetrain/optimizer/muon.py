@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,25 +12,32 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.machine import torch_patches
 from drivetrain.core.options.allowed import NamePattern, check_patterns, matches
 from drivetrain.core.options.option import BuildContext, Few, Momentum, NonNegative, Positive
+from drivetrain.core.step.architecture import Architecture, Matrix
+from drivetrain.core.step.trees import Tree
 from drivetrain.optimizer.base import Implementation, Optimizer
 from drivetrain.optimizer.groups import GroupSettings, trained_names
 
+SAID = 6  # names in a line
 WHAT = {  # parameters with a learning rate of their own
     "embedding_lr": "embedding",
     "head_lr": "weight of an output layer that is known as such, and not an embedding's too",
     "scalar_lr": "vector or scalar",
 }
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(kw_only=True, eq=False)
 class Muon(Optimizer):
     """Muon for hidden matrices, AdamW for the rest (Jordan et al. 2024): drivetrain.optimizer.algorithms.muon has the formulas.
 
-    Hidden matrices are the weights of linear layers, of convolutions (a kernel is a matrix of out × in·h·w) and of attention's
-    input projections, except those of the model's first and last such layer. AdamW updates these two, embeddings, vectors,
-    other tensors and what `adamw` matches, at the learning rate `adamw_lr`. `embedding_lr`, `head_lr` and `scalar_lr` are those
-    of torch's embeddings, of the layers that give the outputs, and of vectors and scalars, each in this order. `fused` and
-    `foreach` are AdamW's; Muon always updates all matrices of one shape at once.
+    Hidden matrices are the weights of linear layers, of convolutions (a kernel is a matrix of out × in·h·w), of attention's
+    input projections, of recurrent layers, and each expert's of a stack of them, except those of the layers that read the
+    inputs or give the outputs (core/step/architecture.py). AdamW updates these, embeddings, vectors, other tensors and what
+    `adamw` matches, at the learning rate `adamw_lr`; all of them in a phase of the updates that has no hidden matrix.
+    `embedding_lr`, `head_lr` and `scalar_lr` are those of torch's embeddings, of the layers that give the outputs, and of
+    vectors and scalars, each in this order. `fused` and `foreach` are AdamW's; Muon always updates all matrices of one shape at
+    once.
     """
 
     decays_by_lr = True
@@ -50,10 +58,11 @@ class Muon(Optimizer):
     beta2: Momentum = 0.95
     eps: Positive = 1e-8
     adamw: list[NamePattern] = field(default_factory=list)
-    _heads: Sequence[str] = field(default=(), init=False)  # names of the layers that give the outputs
+    _inputs: Tree = field(default=(), init=False)  # of the model
+    _of_phase: bool = field(default=False, init=False)  # whether it updates the parameters of a phase alone
 
     def build(self, context: BuildContext) -> torch.optim.Optimizer:
-        self._heads = context.run.model.output_layers(context.model)
+        self._inputs, self._of_phase = context.example, bool(context.run.values["phases"])
         return super().build(context)
 
     def check_names(self, trained: Collection[str]) -> None:
@@ -62,27 +71,31 @@ class Muon(Optimizer):
 
     def group_settings(self, model: torch.nn.Module) -> GroupSettings:
         names = trained_names(model)
-        rates = self._own_rates(model, names)
-        hidden = {n for n in hidden_matrices(model) & names - rates.keys() if not any(matches(n, p) for p in self.adamw)}
-        if not hidden:
+        parameters = {name: p for name, p in model.named_parameters() if name in names}
+        roles = Architecture.of(model, self._inputs, parameters if self._of_phase else None)
+        kinds: dict[str, list[str]] = {"embedding_lr": [], "head_lr": [], "scalar_lr": [], "": []}
+        for name, p in parameters.items():
+            kind = "embedding_lr" if name in roles.embeddings else "head_lr" if name in roles.of_outputs else ""
+            kinds[kind or ("scalar_lr" if p.ndim <= 1 else "")].append(name)
+        rates = self._own_rates(kinds)
+        hidden = {n: roles.hidden[n] for n in kinds[""] if n in roles.hidden and not any(matches(n, p) for p in self.adamw)}
+        if not hidden and not self._of_phase:
             raise UserError(
-                "optimizer=muon finds no weight of a linear layer or convolution between the model's first and last: "
+                "optimizer=muon finds no matrix between the layer that reads the inputs and the one that gives the outputs: "
                 "set optimizer=adamw, or empty optimizer.adamw"
             )
-        return lambda name, decayed: {"matrix": name in hidden, "adamw_lr": rates.get(name, self.adamw_lr)}
+        logger.info("Muon: %s", _described(kinds, {n: len(parameters[n]) if m.stacked else 1 for n, m in hidden.items()}))
+        layout = {name: matrix._asdict() for name, matrix in hidden.items()}
+        others = Matrix()._asdict()
+        return lambda name, decayed: {
+            "matrix": name in hidden,
+            **layout.get(name, others),
+            "adamw_lr": rates.get(name, self.adamw_lr),
+        }
 
-    def _own_rates(self, model: torch.nn.Module, names: set[str]) -> dict[str, float]:
+    def _own_rates(self, kinds: Mapping[str, list[str]]) -> dict[str, float]:
         """The learning rates of the parameters of a kind that has its own. Raises UserError for a kind without parameters."""
-        nn = torch.nn
-        tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-        embeddings = {id(p) for table in tables for p in table.parameters(recurse=False)}
-        heads = {id(p) for name in self._heads for p in model.get_submodule(name).parameters()}
-        kinds: dict[str, list[str]] = {"embedding_lr": [], "head_lr": [], "scalar_lr": []}
-        for name, p in model.named_parameters():
-            kind = "embedding_lr" if id(p) in embeddings else "head_lr" if id(p) in heads else "scalar_lr"
-            if name in names and (p.ndim <= 1 or kind != "scalar_lr"):
-                kinds[kind].append(name)
-        given = {kind: rate for kind in kinds if (rate := getattr(self, kind)) is not None}
+        given = {kind: rate for kind in WHAT if (rate := getattr(self, kind)) is not None}
         refuse(
             f"optimizer.{kind}={rate}: the model has no trainable {WHAT[kind]}: set optimizer.{kind}=null"
             for kind, rate in given.items()
@@ -114,16 +127,14 @@ class Muon(Optimizer):
 
 def _plain(group: dict[str, object]) -> dict[str, Any]:
     """The group without this option's own settings."""
-    return {k: v for k, v in group.items() if k not in ("matrix", "adamw_lr")}
+    own = ("matrix", "adamw_lr", *(() if group["matrix"] else Matrix._fields))
+    return {k: v for k, v in group.items() if k not in own}
 
 
-def hidden_matrices(model: torch.nn.Module) -> set[str]:
-    """Names of the weights of linear layers, convolutions and attention's projections, except the first and the last one."""
-    nn = torch.nn
-    found = []
-    for prefix, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-            found.append(f"{prefix}.weight".lstrip("."))
-        elif isinstance(module, nn.MultiheadAttention):
-            found += [f"{prefix}.{name}" for name, p in module.named_parameters(recurse=False) if p.ndim == 2]
-    return set(found[1:-1])
+def _described(kinds: Mapping[str, list[str]], matrices: Mapping[str, int]) -> str:
+    """The number of matrices, and what AdamW updates, such as "24 matrices; AdamW: embedding, head, 50 vectors"."""
+    others = [name for name in kinds[""] if name not in matrices]
+    named = [name for name in (*kinds["embedding_lr"], *kinds["head_lr"], *others) if not name.endswith("bias")]
+    listed = [name.removesuffix(".weight") for name in named[:SAID]] + [f"{len(named) - SAID} more"] * (len(named) > SAID)
+    vectors = sum(map(len, kinds.values())) - len(matrices) - len(named)
+    return f"{sum(matrices.values())} matrices; AdamW: {', '.join([*listed, f'{vectors} vectors'])}"

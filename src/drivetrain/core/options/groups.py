@@ -33,8 +33,8 @@ class Adapter:
     active = False
     true_gradient = True  # whether its backward is the derivative of its forward
 
-    def frozen(self, model: torch.nn.Module, option: Model) -> list[str]:
-        """Return the names of the parameters of an option's model that do not train because of the adapters."""
+    def frozen(self, model: torch.nn.Module) -> list[str]:
+        """Return the names of the model's parameters that do not train because of the adapters."""
         return []
 
 
@@ -275,10 +275,6 @@ class Model:
     @abstractmethod
     def given_weights(self) -> bool:
         """True if training starts from weights that are given, not from random ones."""
-
-    @abstractmethod
-    def output_layers(self, model: torch.nn.Module) -> list[str]:
-        """Return the names of the model's layers that give the outputs, as far as they are known."""
 
 
 class Optimizer:

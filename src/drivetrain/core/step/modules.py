@@ -60,3 +60,24 @@ def run_once(model: torch.nn.Module, example: Tree, hooks: Sequence[RemovableHan
         model.train(training)
         for hook in hooks:
             hook.remove()
+
+
+def _stay(mode: bool = True) -> None:
+    pass
+
+
+def keep_in_evaluation(module: torch.nn.Module, kept: bool = True) -> None:
+    """Keep a module in evaluation mode while the model trains, or let it follow the model, which trains, again.
+
+    Its own `train` does nothing then. A class of its own, in its place, would be no longer of the type that others look for.
+    """
+    if kept:
+        module.eval()
+        vars(module)["train"] = _stay
+    elif vars(module).pop("train", None) is not None:
+        module.train()
+
+
+def is_kept_in_evaluation(module: torch.nn.Module) -> bool:
+    """True if it stays in evaluation mode while the model trains."""
+    return vars(module).get("train") is _stay

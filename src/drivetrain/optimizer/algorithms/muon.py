@@ -23,7 +23,8 @@ class Muon(torch.optim.Optimizer):
         M ← μ · M + (1 - μ) · G
         W ← W - lr · decay · W - lr · scale · NS(nesterov: (1 - μ) · G + μ · M)
 
-    A convolution's kernel is a matrix of (out, in·h·w). NS, `ns_steps` Newton-Schulz iterations in bfloat16, makes all
+    A convolution's kernel is a matrix of (out, in·h·w); a group may be `stacked`, (n, rows, columns), or `transposed`, with
+    columns as the outputs, for which the scale counts as rows. NS, `ns_steps` Newton-Schulz iterations in bfloat16, makes all
     singular values about 1. Matrices of one shape and device are updated together. The scale is √max(1, rows / columns); with
     `match_rms_adamw` it is 0.2 · √max(rows, columns), which gives updates the size of AdamW's (Liu et al. 2025). On matrices
     this equals torch.optim.Muon, which takes no convolutions and works on one matrix at a time.
@@ -41,7 +42,8 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int,
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
-        super().__init__(params, {**defaults, "scale": scale, "ns_steps": ns_steps})
+        layout = {"stacked": False, "transposed": False}
+        super().__init__(params, {**defaults, **layout, "scale": scale, "ns_steps": ns_steps})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -52,7 +54,8 @@ class Muon(torch.optim.Optimizer):
                 if p.grad is not None:
                     if p.grad.is_sparse:
                         raise TypeError("Muon takes no sparse gradients: set sparse=False in the Embedding")
-                    batches[len(p), p.numel() // len(p), p.device].append(p)
+                    rows = p.shape[-2] if group["stacked"] else len(p)
+                    batches[rows, p.shape[-1] if group["stacked"] else p.numel() // rows, p.device].append(p)
             for (rows, columns, _), params in batches.items():
                 self._update(params, rows, columns, group)
 
@@ -66,13 +69,14 @@ class Muon(torch.optim.Optimizer):
         updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
         # Columns are in memory order, so that the matrix of a channels-last kernel is a view. A permutation of the columns
         # commutes with NS.
-        stacked = torch.stack([_matrix(u, p) for u, p in zip(updates, params, strict=True)])
+        matrices = [p if group["stacked"] else _matrix(p, p)[None] for p in params]
+        joined = torch.cat([u if group["stacked"] else _matrix(u, p)[None] for u, p in zip(updates, params, strict=True)])
         matches = group["scale"] == "match_rms_adamw"
-        scale = 0.2 * math.sqrt(max(rows, columns)) if matches else math.sqrt(max(1, rows / columns))
+        ratio = columns / rows if group["transposed"] else rows / columns
+        scale = 0.2 * math.sqrt(max(rows, columns)) if matches else math.sqrt(max(1, ratio))
         lr = group["lr"]
-        matrices = [_matrix(p, p) for p in params]
         torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
-        moves = orthogonalised(stacked, group["ns_steps"]).mul_(-lr * scale).unbind()
+        moves = orthogonalised(joined, group["ns_steps"]).mul_(-lr * scale).split([len(m) for m in matrices])
         torch._foreach_add_(matrices, list(moves))
 
 
