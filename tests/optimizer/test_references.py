@@ -387,7 +387,7 @@ class Reader(torch.nn.Module):
 
 def built(settings: muon.Muon, model: torch.nn.Module) -> Any:
     batch = type("Batch", (), {"lr_factor": lambda self: 2.0, "decay_factor": lambda self: 1.0})()
-    return settings.build(context(run=RunSpec({"phases": {}}, {}, {"model": Mlp()}), model=model, batch=batch))
+    return settings.build(context(run=RunSpec({}, {"phases": {}}, {"model": Mlp()}), model=model, batch=batch))
 
 
 def test_muons_adamw_has_a_rate_for_each_kind() -> None:
