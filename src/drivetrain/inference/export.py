@@ -290,12 +290,11 @@ def _write_whole(loaded: LoadedRun, written: Path, folder: Path) -> str:
     model.config.use_cache = False
     again = type(model).from_pretrained(written, use_safetensors=True)
     again.config.use_cache = False
-    return _same_outputs(model, again, loaded, folder)
+    return _same_outputs(again, loaded, folder)
 
 
 def _check_adapter(loaded: LoadedRun, option: Transformers, written: Path, folder: Path) -> str:
     """Compare the model's outputs with those of its base with the adapter, as peft reads them."""
-    model: Any = loaded.model
     if find_spec("peft") is None:
         return " (not checked: pip install peft)"
     if (kept := Lora.of(loaded.run).base) != "full":
@@ -303,23 +302,22 @@ def _check_adapter(loaded: LoadedRun, option: Transformers, written: Path, folde
     from peft import PeftModel
 
     try:
-        base = type(model).from_pretrained(
-            option.place(), config=model.config, use_safetensors=True, ignore_mismatched_sizes=True
+        base = type(loaded.model).from_pretrained(  # type: ignore[attr-defined]
+            option.place(), config=loaded.model.config, use_safetensors=True, ignore_mismatched_sizes=True
         )
     except OSError:
         return f" (not checked: {option.name} is not there)"
-    instead = (
-        ": peft unties the weights of a module that trained as a whole. Leave --adapter out, so that the whole model is written"
-    )
-    return _same_outputs(model, PeftModel.from_pretrained(base, str(written)), loaded, folder, instead)
+    instead = ": peft unties the weights of a module that trained as a whole: leave --adapter out, so that the whole is written"
+    return _same_outputs(PeftModel.from_pretrained(base, str(written)), loaded, folder, instead)
 
 
-def _same_outputs(model: Any, again: Any, loaded: LoadedRun, folder: Path, instead: str = "") -> str:
+def _same_outputs(again: torch.nn.Module, loaded: LoadedRun, folder: Path, instead: str = "") -> str:
     """Compare a model's outputs with those of one that was read again; return the words on it. Raises UserError."""
+    model = loaded.model
     again.eval()
 
     def call(function: Callable[..., object], x: Tree) -> Any:
-        return function(**(x if isinstance(x, dict) else {model.main_input_name: x}))
+        return function(**(x if isinstance(x, dict) else {str(model.main_input_name): x}))
 
     with torch.no_grad():
         return _compared(lambda x: call(model, x), lambda x: call(again, x).logits, loaded, folder, instead)
