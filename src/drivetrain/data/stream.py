@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 
 from drivetrain.core.errors import DataError, Interrupted, UserError
 from drivetrain.core.lazy import torch
+from drivetrain.core.machine.open_files import apart_after_fork
 from drivetrain.core.options.allowed import Arguments, Name
 from drivetrain.core.options.option import Count, CountOrZero, RunSpec, needs_extra
 from drivetrain.core.order import Sampling
@@ -259,7 +260,9 @@ class Reads:
         self._loader, self._batched = self._opened(self.world, self.workers)
         if before is not None:
             self._loader.load_state_dict(before)
-        self._batches, self._before, self._served = iter(self._loader), before, 0
+        with apart_after_fork():
+            self._batches = iter(self._loader)
+        self._before, self._served = before, 0
 
     def _read(self) -> None:
         """Read the next batch. Raises DataError where there is none."""

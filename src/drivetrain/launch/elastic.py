@@ -29,6 +29,7 @@ from drivetrain.core.errors import BAD_CONFIG, DIVERGED, FAILED, INTERRUPTED, Us
 from drivetrain.core.machine import files, process
 from drivetrain.core.machine.files import read_json, write_json
 from drivetrain.core.machine.forking import NoAnswer, answer_of, disown_garbage, end_openmp_threads, end_with_parent
+from drivetrain.core.machine.open_files import apart_after_fork
 from drivetrain.core.machine.signals import StopFlag, comes_again, handled_by
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
@@ -463,7 +464,8 @@ class Gate:
         def started(*args: P.args, **kwargs: P.kwargs) -> T:
             self._ends = os.pipe()
             try:
-                return start(*args, **kwargs)
+                with apart_after_fork():
+                    return start(*args, **kwargs)
             finally:
                 for end in self._ends:
                     os.close(end)

@@ -19,6 +19,7 @@ from typing import Any
 from drivetrain.core.errors import DataError, Interrupted
 from drivetrain.core.lazy import torch
 from drivetrain.core.machine.forking import disown_garbage, end_with_run, parent_pid
+from drivetrain.core.machine.open_files import apart_after_fork
 from drivetrain.core.machine.signals import StopFlag
 from drivetrain.core.options.option import Count, NonNegative
 from drivetrain.core.step import trees
@@ -107,7 +108,7 @@ class Workers(Loader):
             worker = f"loader worker {delivered % limit.workers + 1} of {limit.workers}"  # they take turns
             return timeout_error(worker, self.timeout_s, pipeline, int(pending[0].indices[0]))
 
-        with _sigterm_blocked():
+        with _sigterm_blocked(), apart_after_fork():
             batches = _start(loader)
         try:
             with _WaitLimit(self.timeout_s, batches) as limit:

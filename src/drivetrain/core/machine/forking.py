@@ -21,6 +21,7 @@ from typing import IO, Any, TypeVar
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.machine import isolation
+from drivetrain.core.machine.open_files import apart_after_fork
 from drivetrain.core.machine.signals import STOP_SIGNALS, handled_by
 
 LOOK_S = 1.0  # between two looks at whether the parent is there
@@ -38,7 +39,7 @@ class ForkedProcess(ForkProcess):
     def start(self) -> None:
         """Fork. A signal that comes meanwhile is delivered when both processes have set up what it does."""
         end_openmp_threads()
-        with _signals_held(), garbage_kept() as self._collects:
+        with _signals_held(), apart_after_fork(), garbage_kept() as self._collects:
             self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the new process has this thread alone
             try:
                 super().start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,19 +36,25 @@ def find(roots: Mapping[str, object]) -> dict[str, Stateful]:
 
     A module that is kept in evaluation mode, such as a teacher that does not learn, has none.
     """
-    found: dict[str, Stateful] = {}
+    found = {name: value for name, value in walk(roots, into=lambda value: not _has_state(value)) if _has_state(value)}
+    return {name: cast(Stateful, value) for name, value in found.items() if name in roots or getattr(value, "training", True)}
+
+
+def walk(roots: Mapping[str, object], into: Callable[[object], bool] = lambda value: True) -> Iterator[tuple[str, object]]:
+    """Yield these objects and what they keep as attributes and in containers, by name. `into` says what is looked through."""
     waiting = list(roots.items())
     seen: set[int] = set()
     for name, value in waiting:
         if id(value) in seen or len(seen) > MOST or isinstance(value, str | bytes | int | float | type | torch.Tensor):
             continue
         seen.add(id(value))
-        if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-            if name in roots or getattr(value, "training", True):
-                found[name] = cast(Stateful, value)
-        else:
+        yield name, value
+        if into(value):
             waiting += [(f"{name}.{key}", part) for key, part in _parts(value)]
-    return found
+
+
+def _has_state(value: object) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def _parts(value: object) -> list[tuple[object, object]]:

@@ -1,0 +1,87 @@
+"""Positions in open files, which a forked process shares with its parent: reads of either would move the other's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+DESCRIPTORS = "/proc/self/fd"  # another system than Linux has none: there nothing can be opened again
+LISTED = "/dev/fd"
+
+
+class Position(NamedTuple):
+    """Where a process is in a file, by the file's device and inode."""
+
+    offset: int
+    device: int
+    inode: int
+
+
+def positions() -> dict[int, Position]:
+    """Return the positions in this process's open files, by descriptor."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for number in map(int, os.listdir(LISTED)):
+            with contextlib.suppress(OSError):  # the descriptor of the list itself, which is closed by now
+                about = os.fstat(number)
+                if stat.S_ISREG(about.st_mode):
+                    found[number] = Position(os.lseek(number, 0, os.SEEK_CUR), about.st_dev, about.st_ino)
+    return found
+
+
+def name_of(number: int) -> str:
+    """Return the path of an open file, or its descriptor where the system does not say."""
+    try:
+        return os.readlink(f"{DESCRIPTORS}/{number}")
+    except OSError:
+        return f"descriptor {number}"
+
+
+def opened_again(number: int) -> int | None:
+    """Return a new descriptor of an open file that is only read; None where this cannot be."""
+    import fcntl
+
+    try:
+        flags = fcntl.fcntl(number, fcntl.F_GETFL)
+        if flags & (os.O_ACCMODE | os.O_PATH) != os.O_RDONLY:
+            return None
+        return os.open(f"{DESCRIPTORS}/{number}", flags & ~os.O_NOFOLLOW | os.O_CLOEXEC)  # sqlite sets O_NOFOLLOW
+    except (OSError, AttributeError):  # no O_PATH: no such folder either
+        return None
+
+
+def _own(before: Mapping[int, Position]) -> None:
+    """In a forked process: open what is only read again, at the positions that its parent had."""
+    for number, position in before.items():
+        new = opened_again(number)
+        if new is not None:
+            os.lseek(new, position.offset, os.SEEK_SET)
+            os.dup2(new, number, inheritable=os.get_inheritable(number))
+            os.close(new)
+
+
+_before: dict[int, Position] = {}  # the fork that is under way
+_forks = 0  # contexts of `apart_after_fork` that are entered
+
+
+def _note() -> None:
+    global _before
+    _before = positions() if _forks else {}
+
+
+@contextlib.contextmanager
+def apart_after_fork() -> Iterator[None]:
+    """Within the context a process that this one forks gets positions of its own in the files that are only read."""
+    global _forks
+    _forks += 1
+    try:
+        yield
+    finally:
+        _forks -= 1
+
+
+if hasattr(os, "register_at_fork"):  # whoever calls the fork: multiprocessing, torch's DataLoader and its launcher
+    os.register_at_fork(before=_note, after_in_child=lambda: _own(_before))
