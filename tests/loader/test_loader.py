@@ -460,7 +460,7 @@ def test_auto_takes_what_measures_best_and_says_why(monkeypatch):
     work, auto = pipeline(), AutoLoader(budget_s=1e-9)
     (line,) = auto.autotune(work, 8, 10**9, CPU)
     assert line.startswith("loader=auto took loader=")
-    assert "core-second, its start included (others, relative to it: " in line
+    assert "of cores and waits, its start included (others, relative to it: " in line
     for costs, best in (
         ((1.0, 2.0, 3.0), Loader),
         ((3.0, 2.0, 1.0), Workers),
@@ -503,7 +503,7 @@ def test_a_loaders_start_is_told_apart_from_its_batches(monkeypatch):
                 clock[0] += 5
                 yield request
 
-    monkeypatch.setattr(CostPerBatch, "_clock", lambda self: clock[0])
+    monkeypatch.setattr(CostPerBatch, "_clocks", lambda self: (clock[0],))
     cost = CostPerBatch(Pipeline(Decoded(), (), None, 0), 4, CPU).measure(Slow())
     assert cost == Cost(start=20, step=5)
     assert cost.of(100) == 520

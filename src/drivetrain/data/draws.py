@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from drivetrain.core.errors import DataError
+from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.step import rng, streams
 from drivetrain.core.step.streams import RandomStream
+from drivetrain.core.user import code as user_code
 from drivetrain.core.user import state as owned
+from drivetrain.data import sharing
 
 STREAM = 10  # of the keys of samples
 TOGETHER = 11  # of the key of the function that makes a batch, beside that of its first sample
@@ -36,6 +38,8 @@ class Reader(Generic[B]):
         self._streams: list[RandomStream] = []
         self.watched: list[RandomStream] = []  # those that only the Dataset draws from, where threads read it
         self._suspected = False  # whether one of them has moved
+        self._unshareable: dict[bool, str | None] = {}  # what `unshareable` has found
+        self._constant = {0}  # the memory that several samples have, and none overwrites
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.dataset, self.together)
@@ -47,6 +51,14 @@ class Reader(Generic[B]):
     def drawn(self) -> list[str]:
         """Return what the samples were seen to draw from, such as numpy."""
         return sorted({self._streams[number].name for number in self.used})
+
+    def unshareable(self, threads: bool) -> str | None:
+        """Return why threads, or else forked processes, cannot read the samples at once; None: they can."""
+        if threads not in self._unshareable:
+            check = sharing.between_threads if threads else sharing.between_processes
+            with streams.apart():
+                self._unshareable[threads] = check(lambda index: self._unkeyed([index], ()), len(self.dataset), self.keeps())
+        return self._unshareable[threads]
 
     def _find(self, index: int) -> list[RandomStream]:
         """Return the streams that the Dataset may draw from, those included that it makes at its first sample."""
@@ -95,13 +107,34 @@ class Reader(Generic[B]):
         return batch
 
     def _unkeyed(self, indices: Sequence[int], options: Sequence[object]) -> B:
-        return self._together(indices, self._samples(indices), options)
+        samples = self._samples(indices)
+        self._check_memory(indices, samples)
+        return self._together(indices, samples, options)
+
+    def _check_memory(self, indices: Sequence[int], samples: Sequence[object]) -> None:
+        """Raise UserError where a sample overwrites another one of its batch, which would then have it twice."""
+        for column in sharing.columns(samples) if len(samples) > 1 and not self.stateful else ():
+            places = sharing.addresses(column)
+            if len(set(places)) == len(places):
+                continue
+            owners = dict(zip(places, indices, strict=False))  # the last of each
+            for place, one in zip(places, indices, strict=False):
+                if (other := owners[place]) == one or place in self._constant:
+                    continue
+                with streams.apart():
+                    if sharing.overwritten(lambda number: self._samples([number])[0], one, other):
+                        raise UserError(
+                            f"{type(self.dataset).__name__} returns samples {one} and {other} in the same memory, so that the "
+                            "second overwrites the first and a batch would hold it twice: return a copy of each"
+                        )
+                self._constant.add(place)
 
     def _keyed(self, indices: Sequence[int], keys: Sequence[int], options: Sequence[object]) -> B:
         samples = []
         for index, key in zip(indices, keys, strict=True):
             self._seed(key)
             samples += self._samples([index])
+        self._check_memory(indices, samples)
         self._seed(rng.mix(keys[0], TOGETHER))
         return self._together(indices, samples, options)
 
@@ -118,12 +151,19 @@ class Reader(Generic[B]):
     def _samples(self, indices: Sequence[int]) -> list[object]:
         """Return samples, at once where the Dataset can. A StopIteration would end the loop that reads, and the training."""
         many = getattr(self.dataset, "__getitems__", None)
+        samples: list[object] = []
         try:
-            return list(many(indices)) if many is not None else [self.dataset[i] for i in indices]
-        except StopIteration:
+            for index in indices if many is None else ():
+                samples.append(self.dataset[index])
+            return samples if many is None else list(many(indices))
+        except Exception as error:
+            which = f"sample {indices[len(samples)]}" if many is None else f"a sample of {indices[0]} … {indices[-1]}"
+            if not isinstance(error, StopIteration):
+                error.add_note(f"{user_code.READING}{which}")
+                raise
             raise DataError(
-                f"{type(self.dataset).__name__} raised StopIteration for a sample of {indices[0]} … {indices[-1]}, and says that "
-                f"it has {len(self.dataset)}: its __getitem__ must return a sample for each index"
+                f"{type(self.dataset).__name__} raised StopIteration for {which}, and says that it has {len(self.dataset)}: its "
+                "__getitem__ must return a sample for each index"
             ) from None
 
 

@@ -21,6 +21,7 @@ from drivetrain.core.user import code as user_code
 from drivetrain.data.base import SPLITS, Data, Fraction, Source, Splits, measure_on_some
 from drivetrain.data.collation import TARGETS, Lengths, OwnCollate, Stack, padding_for
 from drivetrain.data.draws import MapStyle, Reader, keys
+from drivetrain.data.sharing import same
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class OwnDataset(Data):
         two = torch.stack([lengths.argmax()] * 2) if lengths.any() else torch.tensor([0, min(1, len(source) - 1)])
         x, y = source.fetch(two)
         again = (x, y) if source.in_order or source.reader.stateful else source.fetch(two)
-        if not all(map(_same, trees.leaves((x, y)), trees.leaves(again))):
+        if not all(map(same, trees.leaves((x, y)), trees.leaves(again))):
             logger.warning(
                 "a sample of data.target=%s is another one at each read, though torch, numpy and random draw the same, as where "
                 "__getitem__ makes a generator without a seed: such a run cannot be repeated",
@@ -256,7 +257,3 @@ def is_map_style(dataset: object) -> TypeGuard[MapStyle]:
     """Return whether samples can be read by their numbers."""
     streams = isinstance(dataset, torch.utils.data.IterableDataset)  # which inherits a __getitem__ that raises
     return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not streams
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

@@ -154,6 +154,9 @@ class StreamSource(Source):
     def drawn(self) -> list[str]:
         return []
 
+    def unshareable(self, threads: bool) -> str | None:
+        return None
+
     def share(self, watch_torch: bool) -> None:
         """No threads read it: it has a state."""
 

@@ -217,12 +217,18 @@ def _step(
 
 def _of_update(step: Step, loss: Loss, clip: Callable[[], None], forward: Callable[..., Tree], context: RunContext) -> Step:
     """Wrap the step for a loss that has to see all micro-batches of an update, or for an optimizer that runs them itself."""
-    passes: Passes | None = Weighed(loss, context.parallel) if loss.counted else None
+    passes: Passes | None = Weighed(loss, context.parallel) if loss.counted or _rows_may_lack(context) else None
     if isinstance(loss, ComparingLoss):
         passes = TwoPasses(loss, forward, context.model, context.precision)
     if context.run.optimizer.takes_closure:
         return ClosureStep(step, passes or Passes(), context.optimizer, clip, context.parallel, context.parts)
     return step if passes is None else UpdateStep(step, passes)
+
+
+def _rows_may_lack(context: RunContext) -> bool:
+    """Return whether a function of the user's makes the batches: it may leave samples out, so that the rows that came count."""
+    code = context.train_data.own_code
+    return code is not None and code.keeps().get("data.collate") is not None and not context.batch.weighs_by_length
 
 
 def _with_noise_scale(

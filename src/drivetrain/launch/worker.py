@@ -387,7 +387,9 @@ def first_lines(error: BaseException) -> str:
     """The message of an error in one line: its first line, and those after it where that one only announces them."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or [""]
     if lines[0].startswith("Caught ") and lines[0].endswith("."):  # in a worker process of torch's, whose traceback follows
-        return f"{lines[0][:-1]}: {lines[-1]}"
+        noted = lines[-1].startswith(user_code.READING)
+        return f"{lines[0][:-1]}: {lines[-2]} ({lines[-1]})" if noted else f"{lines[0][:-1]}: {lines[-1]}"
+    lines[0] += "".join(f" ({note})" for note in getattr(error, "__notes__", ()) if note.startswith(user_code.READING))
     if not lines[0].endswith(":") or len(lines) == 1:
         return lines[0]
     shown = [line if len(line) <= LONGEST else f"{line[:LONGEST]} …" for line in lines[: SHOWN + 1]]

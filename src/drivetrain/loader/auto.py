@@ -52,9 +52,9 @@ class AutoLoader(Loader):
     """Each loader reads the same batches, in turns. The fastest for the whole run is chosen; of equally fast ones, the simplest.
 
     The time of a run is that of the loader's start and of all its batches, so a short run takes a loader that starts at once.
-    On a device time is wall time. On a CPU the step needs the cores too, so time is core-seconds. Measuring ends when it has
-    taken a fifth of what loader=sync takes for the run; otherwise the first round is whole, and the others end after `budget_s`
-    seconds.
+    On a device time is wall time. On a CPU the step needs the cores too, so time is core-seconds, or wall time where nobody runs.
+    Measuring ends when it has taken a fifth of what loader=sync takes for the run; otherwise the first round is whole, and the
+    others end after `budget_s` seconds.
     """
 
     effect = "close"
@@ -112,7 +112,7 @@ class AutoLoader(Loader):
         if len(seconds) == 1:
             return [f"{said}: it reads them in about {least:,.2g} s, so measuring the others would not pay"]
         others = ", ".join(f"{_short(name)} {seconds[chosen] / s:.2f}" for name, s in seconds.items() if name != chosen)
-        unit = "samples/s" if device.type != "cpu" else "samples per core-second"
+        unit = "samples/s" if device.type != "cpu" else "samples per second of cores and waits"
         speed = size * batches / seconds[chosen]
         return [f"{said}: {speed:,.0f} {unit}, its start included (others, relative to it: {others})"]
 
@@ -142,7 +142,11 @@ def _short(overrides: str) -> str:
 
 
 class CostPerBatch:
-    """Measures what a loader takes: wall time on a device, else CPU time of this process and its children."""
+    """Measures what a loader takes: wall time on a device, else CPU time of this process and its children, and all waits.
+
+    A wait is wall time in which none of them ran, as while a disk or a server answers. What other programs take from this thread
+    is none.
+    """
 
     def __init__(self, pipeline: Pipeline, size: int, device: torch.device, batches: int = 4) -> None:
         self.pipeline, self.device, self.batches = pipeline, device, batches
@@ -152,21 +156,32 @@ class CostPerBatch:
 
     def measure(self, loader: Loader) -> Cost:
         """Measure one loader: it reads one batch, then, started again, several more."""
-        first, all_of_them = self._seconds(loader, 1), self._seconds(loader, self.batches + 1)
-        batch = max(0.0, all_of_them - first) / self.batches
-        return Cost(max(0.0, first - batch), batch)
+        both = zip(self._took(loader, 1), self._took(loader, self.batches + 1), strict=True)
+        of_clocks = [(first, max(0.0, of_all - first) / self.batches) for first, of_all in both]
+        return Cost(max(0.0, *(first - batch for first, batch in of_clocks)), max(batch for _, batch in of_clocks))
 
-    def _seconds(self, loader: Loader, batches: int) -> float:
-        began = self._clock()
+    def _took(self, loader: Loader, batches: int) -> list[float]:
+        """Return the seconds of each clock."""
+        began = self._clocks()
         for _ in loader.stream(self.pipeline, self.requests[:batches], self.device, torch.contiguous_format):
             pass
         synchronize(self.device)
-        return self._clock() - began
+        return [now - then for now, then in zip(self._clocks(), began, strict=True)]
 
-    def _clock(self) -> float:
+    def _clocks(self) -> tuple[float, ...]:
+        """Return wall time; on a CPU, the part in which this thread did not wait for a core, and the processor time of all."""
         if self.device.type != "cpu":
-            return time.perf_counter()
+            return (time.perf_counter(),)
         import resource
 
         usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+        return time.perf_counter() - _delayed(), sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def _delayed() -> float:
+    """Return how long this thread has waited for a core so far, in seconds; 0 where the system does not say."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0

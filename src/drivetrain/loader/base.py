@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,10 +10,11 @@ from contextlib import ExitStack
 from functools import cache, lru_cache, partial
 from itertools import starmap
 from typing import Annotated, ClassVar, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 from annotated_types import Ge, Le
 
-from drivetrain.core.errors import Interrupted, refuse
+from drivetrain.core.errors import DataError, Interrupted, refuse
 from drivetrain.core.lazy import torch
 from drivetrain.core.machine.guards import too_many, usable_cores
 from drivetrain.core.machine.signals import Overdue, StopFlag
@@ -37,6 +39,8 @@ from drivetrain.core.step.trees import Tree
 from drivetrain.core.typed import StateDict
 from drivetrain.core.user import state as owned
 from drivetrain.core.world import World
+
+logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 8  # copies that may be queued: each holds a batch in pinned memory until the device gets there
 
@@ -177,6 +181,8 @@ class Pipeline(NamedTuple):
             return torch.stack(made, 1), y
         if not self.steps:
             return x, y
+        if self.own_code is not None and (rows := trees.length(x)) != (asked := len(request.indices_to_read())):
+            raise DataError(f"data.collate made {rows} rows of {asked} samples, and augment cannot know which: set augment=[]")
         values = x if self.images is None else x[self.images]
         indices = send(request.indices_to_read(), values.device)
         for step in self.steps:
@@ -247,7 +253,8 @@ class Loader(Option, groups.Loader):
 
     def advice(self, pipeline: Pipeline) -> str | None:
         """Return overrides that help when the device waits for this loader, with the reason; None: nothing is known to."""
-        return "loader=threads reads ahead while the device works"
+        name = "threads" if pipeline.own_code is None else "workers"  # which share nothing of a Dataset
+        return f"loader={name} reads ahead while the device works"
 
     def copies_ahead(self) -> int:
         """Return how many batches are copied to a device with streams before the loop asks for them; 0: copies block the loop."""
@@ -263,6 +270,8 @@ class Loader(Option, groups.Loader):
         elif not self.augments_on_device:
             on_device = on_device._replace(normalize=None)  # readers normalise, so that the loop does not
         batches = self.batches(pipeline, requests, device, finish=not self.augments_on_device)
+        if pipeline.own_code is not None:
+            batches = rows_counted(batches, pipeline.own_code)
 
         weigh = lru_cache(WEIGHTS)(partial(torch.full, (), device=device))  # a kernel writes it: nothing is copied
         to_device = partial(self.to_device, on_device, device, memory_format, weigh)
@@ -309,6 +318,26 @@ class Loader(Option, groups.Loader):
         x = pipeline.normalized(in_memory_format(x, memory_format, pipeline.views))
         weight = request.weight
         return MicroBatch(x, y, weigh(weight), request.last, request.epoch_end, request.seconds, request.ready, not weight)
+
+
+_said: WeakKeyDictionary[OwnCode, str] = WeakKeyDictionary()
+
+
+def rows_counted(batches: Iterator[ReadBatch], code: OwnCode) -> Iterator[ReadBatch]:
+    """Yield the batches, and say in the end where they had another number of rows than samples were asked for."""
+    asked = came = 0
+    try:
+        for x, y, request in batches:
+            rows = next((len(leaf) for leaf in trees.leaves(y) if leaf.ndim), 1)
+            if not rows:
+                raise DataError(f"data.collate made no row of the samples {request.indices[:4].tolist()} …: let one of them stay")
+            asked, came = asked + len(request.indices_to_read()), came + rows
+            yield x, y, request
+    finally:
+        said = f"data.collate made {came:,} rows of {asked:,} samples: an update is the mean over the rows that came"
+        if asked != came and code.keeps().get("data.collate") is not None and _said.get(code) != said:
+            _said[code] = said
+            logger.warning("%s", said)
 
 
 def in_memory_format(x: Tree, memory_format: torch.memory_format, views: int = 1) -> Tree:

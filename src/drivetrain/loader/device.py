@@ -57,7 +57,7 @@ class DeviceLoader(Loader):
 
     def advice(self, pipeline: Pipeline) -> str | None:
         if self.reader == "sync":
-            return "loader.reader=threads reads ahead while the device works"
+            return str(super().advice(pipeline)).replace("loader=", "loader.reader=")
         return reading_advice(pipeline, "loader.num_readers", Threads(self.num_readers).threads())
 
     def _cpu_loader(self) -> Loader:
@@ -147,13 +147,18 @@ class Resident(Loader):
         whole = pipeline._replace(steps=(), pad_to=one_length)
         requests = (Request(0, indices, 1.0) for indices in torch.arange(n).split(CHUNK))
         x = y = torch.empty(0)
-        chunks = Threads(pin_memory=False).batches(whole, requests, device, finish=False)
+        reader = Threads(pin_memory=False) if pipeline.own_code is None else Loader()
+        chunks = reader.batches(whole, requests, device, finish=False)
         for number, (chunk_x, chunk_y, request) in enumerate(chunks):
             if not number:
                 self._check_size(n * trees.nbytes(chunk_x) // len(request.indices), device)
                 x, y = _room(chunk_x, n, device), _room(chunk_y, n, device)
             rows = slice(number * CHUNK, number * CHUNK + len(request.indices))
             for tensor, part in zip(trees.leaves((x, y)), trees.leaves((chunk_x, chunk_y)), strict=True):
+                if len(part) != len(request.indices):
+                    raise UserError(
+                        "loader=resident holds a row of each sample, and data.collate leaves some out: set loader=sync"
+                    )
                 if tensor.shape[1:] != part.shape[1:]:
                     raise UserError(
                         f"loader=resident holds samples of one shape, and these have {list(tensor.shape[1:])} and "

@@ -57,7 +57,13 @@ class Threads(Loader):
     def refusal(self, pipeline: Pipeline) -> str | None:
         if problem := super().refusal(pipeline):
             return problem
-        return refused(pipeline.drawn())
+        if problem := refused(pipeline.drawn()):
+            return problem
+        problem = None if pipeline.own_code is None else pipeline.own_code.unshareable(threads=True)
+        return problem and (
+            f"{problem}: set loader=workers (with loader=device loader.reader=workers), or let each thread open its own, read by "
+            "os.pread, or hold a lock"
+        )
 
     def threads(self) -> int:
         """Return the number of threads; auto is the number of cores that this rank may use."""

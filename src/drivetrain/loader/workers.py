@@ -59,6 +59,12 @@ class Workers(Loader):
     def copies_ahead(self) -> int:
         return int(self.pin_memory and self.non_blocking)
 
+    def refusal(self, pipeline: Pipeline) -> str | None:
+        if problem := super().refusal(pipeline):
+            return problem
+        problem = None if pipeline.own_code is None else pipeline.own_code.unshareable(threads=False)
+        return problem and f"{problem}, or set loader=sync"
+
     def advice(self, pipeline: Pipeline) -> str | None:
         return reading_advice(pipeline, "loader.num_workers", self.num_workers)
 

@@ -96,6 +96,9 @@ class OwnCode(Protocol):
     def drawn(self) -> list[str]:
         """Return what the samples that were read so far, but not by threads, drew from, such as numpy."""
 
+    def unshareable(self, threads: bool) -> str | None:
+        """Return why threads, or else forked processes, cannot read the samples at once; None: they can."""
+
     def share(self, watch_torch: bool) -> None:
         """Prepare for reads by threads. With `watch_torch` nobody else draws from torch's stream of the CPU meanwhile."""
 

@@ -37,6 +37,9 @@ def load(setting: str, name: str) -> Any:
     return found
 
 
+READING = "while reading "  # the beginning of a note that an error has got which a sample raised
+
+
 def place_of(error: BaseException) -> str:
     """Return the last line of the user's own code that an error came through, as "file:line: text"; "" where there is none."""
     shipped = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), "<")
