@@ -102,9 +102,17 @@ WORKS = {
     "mlp": Work(("model=mlp", f"model.hidden={[256] * 8}".replace(" ", "")), (3, 8, 8), 10, 64, 200, half=False),
     "vit_b": image_network("vit_base_patch16_224", 256, 8, False),
     "gpt": Work(GPT, (1024,), 256, 32, 8, tokens=True),
+    "gpt2": Work(GPT, (1024,), 50304, 16, 8, tokens=True),  # GPT-2 124M with its true head
     "convnext_b": image_network("convnext_base", 256, 6, True),
     "vit_s": image_network("vit_small_patch16_224", 256, 12, False),
 }
+LORA = (  # a 7B of random weights
+    "task=language_modelling", "data=synthetic", "data.tokens=true", "model=transformers", "model.name=llama", "adapter=lora",
+    "adapter.rank=16", "precision=bf16_pure", "checkpointing=blocks", "saving=none", "updates=3", "evaluate_every=1000",
+)  # fmt: skip
+LORA_SIZES = {  # hidden, layers, heads, intermediate, length, vocabulary
+    "cuda": (4096, 32, 32, 11008, 2048, 32000), "cpu": (16, 2, 2, 32, 16, 32),
+}  # fmt: skip
 SMALL_IMAGES = Work(("model=resnet9", "model.width=64"), (3, 32, 32), 10, 512, 32, conv=True)  # as CIFAR-10
 SMALL = {  # of the CPU's form
     "resnet50": Work(
@@ -114,6 +122,9 @@ SMALL = {  # of the CPU's form
     "vit_b": Work(("model=timm", "model.name=test_vit"), (3, 160, 160), 10, 4, 2, "cpu", compile=False),
     "gpt": Work(
         ("model=gpt", "model.width=16", "model.depth=1", "model.heads=2"), (16,), 32, 4, 2, "cpu", tokens=True, compile=False
+    ),
+    "gpt2": Work(
+        ("model=gpt", "model.width=16", "model.depth=1", "model.heads=2"), (16,), 96, 4, 2, "cpu", tokens=True, compile=False
     ),
 }
 LADDER = (  # each rung adds its overrides to those before it
@@ -147,15 +158,19 @@ def rows(device: str, folder: Path) -> list[Row]:
     images = works["resnet50"]
     found = {"ceilings": Row("ceilings", loops.ceilings, (device,), alone=True)}
 
-    def add(name: str, run: Callable[..., None], *args: Any) -> None:
+    def add(name: str, run: Callable[..., Any], *args: Any) -> None:
         found[name] = Row(name, run, args, LIMIT_S, 60.0 if cuda else 5.0, alone=True)
 
     for name, work in works.items():
-        add(name, measure, work, variants(work))
-        add(f"{name} more", measure, work, more_variants(work))
+        add(name, measure, work, head_variants(work) if name == "gpt2" else variants(work))
+        if name != "gpt2":
+            add(f"{name} more", measure, work, more_variants(work))
     add("small images", small_images, small, folder / "small")
     add("ladder", measure, images, ladder(images))
     add("fed", fed, images, folder / "packed")
+    add("lora 7b", lora, device, folder)
+    add("jpeg", jpeg, device, folder / "jpeg")
+    add("jpeg fed", jpeg_fed, images, folder / "files")
     return list(found.values())
 
 
@@ -170,6 +185,15 @@ def variants(work: Work) -> dict[str, Loop]:
     }  # fmt: skip
 
 
+def head_variants(work: Work) -> dict[str, Loop]:
+    """A language model with a large head: loops at their best flags, and ours with and without all logits at once."""
+    found: dict[str, Loop] = {"hand": (loops.hand, (work, True, "")), "ours none": ours(work)}
+    for kind in ("inductor", "step") if work.compile else ():
+        found[f"ours {kind}"] = ours(work, f"compile={kind}")
+    found["ours, all logits at once"] = ours(work, *(["compile=inductor"] if work.compile else []), "loss.chunks=1")
+    return found
+
+
 def more_variants(work: Work) -> dict[str, Loop]:
     """Further variants beside the base: loops without what makes them fast, and what might be faster but is no default yet."""
     found = {
@@ -177,6 +201,8 @@ def more_variants(work: Work) -> dict[str, Loop]:
         "ours none": ours(work),
     }  # fmt: skip
     if work.compile:
+        found["timm fast"] = loops.timm, (work, True)
+        found |= {f"ours {kind}": ours(work, f"compile={kind}") for kind in ("inductor", "step")}
         found["hand, loss and update inside"] = loops.hand, (work, True, "")
         if work.conv:
             for where in ("before", "inside"):
@@ -226,6 +252,47 @@ def small_images(work: Work, folder: Path) -> None:
     measure(work, {
         f"{loader}, {kind}": ours(work, *words, f"loader={loader}", f"compile={kind}") for loader, kind in ways
     })  # fmt: skip
+
+
+def lora(device: str, folder: Path) -> dict[str, Any]:
+    """In a child: a LoRA fine-tune's peak memory, and what was forecast of it for this machine."""
+    from drivetrain.measure.forecast.forecast import forecast
+
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    *sizes, length, classes = LORA_SIZES[device]
+    config = ", ".join(f"{name}: {size}" for name, size in zip(names, sizes, strict=True))
+    words = [
+        *LORA, f"model.config={{{config}}}", f"data.shape=[{length}]", f"data.classes={classes}", "data.samples=8",
+        "data.test_samples=1", "batch.global_batch=1", f"runtime.device={device}",
+    ]  # fmt: skip
+    (found,) = forecast(words)[1]
+    campaign.report({"forecast_bytes": found.peak_bytes, "forecast_step_s": found.step_s})
+    result = campaign.train([*words, f"output_dir={folder}/runs"])
+    low, high = found.peak_bytes[1:]
+    return {**campaign.facts(result), "peak_within_forecast": low <= result.peak_memory_bytes <= high}
+
+
+def jpeg(device: str, folder: Path) -> dict[str, Any]:
+    """In a child: images a second of JPEG files alone, beside torch's DataLoader."""
+    from bench import loader
+
+    quick = device == "cpu"
+    names = ("DataLoader, 2 workers", "ours, threads", "ours, workers")
+    variants = {name: run for name, run in loader.jpeg_variants(folder, quick).items() if name in names}
+    return {"loaders": loader.measure(variants, 2 if quick else MIN_PAIRS)}
+
+
+def jpeg_fed(work: Work, folder: Path) -> None:
+    """Our fastest loop fed from JPEG files that are decoded meanwhile, against the same on data that is made on the device."""
+    from bench import loader
+
+    harness.in_process(loader.write_photographs, folder, max(64, work.samples))
+    fast = ["compile=inductor"] if work.compile else []
+    words = (
+        "data=imagefolder", f"data.root={folder}", "data.holdout=0.05", "data.verify=0", "augment=[random_resized_crop]",
+    )  # fmt: skip
+    ways = {f"files, {name}": ours(work, *fast, *words, f"loader={name}") for name in ("threads", "workers")}
+    measure(work, {"synthetic": ours(work, *fast), **ways})
 
 
 def pack(work: Work, folder: Path) -> None:
