@@ -577,3 +577,21 @@ def test_accumulated_it_is_the_update_of_the_whole_and_the_run_goes_on_where_it_
 def test_more_tokens_than_there_are_is_refused(make, language):
     with pytest.raises(UserError, match=r"batch\.tokens=\d+ is more than the training samples have"):
         make(*language, "batch.tokens=100000000", "data.drop_last=true")
+
+
+@pytest.mark.parametrize("words", [(), ("parallel=ddp", "parallel.nproc=2"), ("precision=bf16_pure",)])
+def test_an_evaluation_has_a_batch_of_its_own(train, words):
+    """Its figures are the same, and training does not notice."""
+    few, many = (train("data.test_samples=30", *words, f"evaluate_batch={size}") for size in (4, 30))
+    plain = train("data.test_samples=30", *words)
+    for name, value in plain.judged("final").items():
+        assert few.judged("final")[name] == pytest.approx(value, rel=1e-2 if "bf16" in str(words) else 1e-5)
+        assert many.judged("final")[name] == pytest.approx(value, rel=1e-2 if "bf16" in str(words) else 1e-5)
+
+
+def test_the_batch_of_an_evaluation(make):
+    trainer = make("data.test_samples=30", "evaluate_batch=7")
+    seen = []
+    trainer.model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    trainer.evaluator.evaluate()
+    assert seen == [7, 7, 7, 7, 2]

@@ -36,6 +36,7 @@ TOP = [
     "epochs",
     "updates",
     "evaluate_every",
+    "evaluate_batch",
     "log_every",
     "select",
     "forward_input",

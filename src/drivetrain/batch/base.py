@@ -68,6 +68,7 @@ class Batch(Option, groups.Batch):
         self._configured = self.accumulation_steps
         self.found: JsonObject | None = None  # what the size was chosen by, where it was measured
         self.pairs = False  # each sample gets a partner to be mixed with (mixup, CutMix)
+        self.evaluated: int | None = None  # samples in a forward of an evaluation; None: those of a micro-batch
         self.together = 1  # samples that an evaluation keeps in one batch, as losses do that compare samples
         self.lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, where samples are sequences
         self.order = orders.shuffled(0)  # of the training samples: `over` says it
@@ -115,7 +116,7 @@ class Batch(Option, groups.Batch):
         self.pairs = any(step.mixes for step in run.augment) and run.debug.augments
         kinds = run.loss.takes if run.data.targets is None else (run.data.targets,)
         self.weighs_by_length = kinds == ("tokens",)
-        self.together = run.loss.evaluated_together
+        self.together, self.evaluated = run.loss.evaluated_together, run.values["evaluate_batch"]
         self.order = run.data.order_of(context.data.train)
         self.measure(context.data.train, context.seed, context.parallel.data_world)
 
@@ -347,10 +348,10 @@ class Batch(Option, groups.Batch):
         """Return the batches of an evaluation, as indices: every sample once, sequences of similar length together."""
         lengths = source.lengths
         order = torch.arange(len(source)) if lengths is None else lengths.argsort(stable=True)
-        if self.tokens is not None and lengths is not None:
+        if self.tokens is not None and lengths is not None and self.evaluated is None:
             most = max(1, self.tokens // (self.accumulation_steps * world.size))
             return order.tensor_split(split_by_cost(lengths[order].tolist(), most).ends[:-1])
-        return torch.split(order, math.ceil(self.micro_batch(world) / self.together) * self.together)
+        return torch.split(order, math.ceil((self.evaluated or self.micro_batch(world)) / self.together) * self.together)
 
     def evaluation_requests(self, source: Source, world: World, max_batches: int | None, lockstep: bool = False) -> list[Request]:
         """Return this rank's share of the first `max_batches` batches of an evaluation.

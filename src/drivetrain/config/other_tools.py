@@ -134,6 +134,8 @@ ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Huggin
     "save_steps": "saving.every_updates",
     "save_total_limit": "saving.keep",
     "eval_steps": "evaluate_every",
+    "per_device_eval_batch_size": "evaluate_batch",
+    "eval_batch_size": "evaluate_batch",
     "check_val_every_n_epoch": "evaluate_every",
     "limit_train_batches": "updates",
     "early_stopping": "stop=early",

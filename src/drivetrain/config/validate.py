@@ -36,7 +36,8 @@ from drivetrain.core.user import code as user_code
 
 Epochs = Annotated[int, Ge(1), Le(1_000_000)]
 VALUES = Schema("the config", {  # the keys of conf/config.yaml that are no group
-    "epochs": Epochs, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
+    "epochs": Epochs, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "evaluate_batch": Count | None,
+    "output_dir": str,
     "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
     "forward_output": recipe_checks.OUTPUT,
     "callbacks": list[str], "select": recipe_checks.SELECT, "target": recipe_checks.TARGET,

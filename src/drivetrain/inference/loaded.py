@@ -92,7 +92,7 @@ class LoadedRun:
 
     def batch_size(self) -> int:
         """The number of samples of a batch of the run's own evaluation on one process."""
-        return int(self.run.batch.micro_batch(World()))
+        return int(self.run.values["evaluate_batch"] or self.run.batch.micro_batch(World()))
 
     def check_rows(self, split: str | None) -> None:
         """Raise UserError where the predictions do not fit in the rows of a table."""

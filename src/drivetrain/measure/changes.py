@@ -23,7 +23,7 @@ from drivetrain.launch.job import Job
 STRICTNESS: tuple[Effect, ...] = ("exact", "close", "changes")
 # Values of no group that training does not depend on.
 WITHOUT_EFFECT = {
-    "log_every", "evaluate_every", "select", "output_dir", "trust", "recipe", "resume", "resume_changed",
+    "log_every", "evaluate_every", "evaluate_batch", "select", "output_dir", "trust", "recipe", "resume", "resume_changed",
 }  # fmt: skip
 
 

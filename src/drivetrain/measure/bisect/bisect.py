@@ -48,7 +48,7 @@ SAME_DATA = ("task", "data")  # groups whose options the two must share
 NOT_TOLD = ("output_dir", "recipe", "resume", "resume_changed")  # if they differ
 NEVER_TRIED = (*NOT_TOLD, "trust", "select", "logger")
 # The length of a run, and its random numbers: a step is as fast with others.
-NOT_OF_SPEED = ("epochs", "updates", "evaluate_every", "stop", "runtime.seed")
+NOT_OF_SPEED = ("epochs", "updates", "evaluate_every", "evaluate_batch", "stop", "runtime.seed")
 NOT_OF_QUALITY = ("runtime.seed", "saving")  # seeds are paired, and a saved run learns nothing from that
 
 
