@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from bench.harness import before, machine, parse, table, write
-from drivetrain.measure.bisect.bisect import LEAST_ROUNDS, BisectSettings, ChangeSearch, Measured, Subset, log_ratio
+from drivetrain.measure.bisect.search import LEAST_ROUNDS, BisectSettings, ChangeSearch, Measured, Subset, log_ratio
 from drivetrain.measure.intervals import EQUIVALENCE, Interval
 
 CHANGES = 15

@@ -1,8 +1,8 @@
 """The size and the order of the code: `python -m bench.house [--tree DIR]`.
 
-Statements by package, files above 500 lines, public classes that share a name, the names that packages with much to say to each
-other import, and the files that an override and a sample pass: those in which a function runs while `optimizer.lr=0.02` is composed
-and checked, and while the loop makes an update of a run with `loader=sync`.
+Statements by package, files above 500 lines, public classes that share a name, the names that some packages import from others,
+and the files that an override and a sample pass: those in which a function runs while `optimizer.lr=0.02` is composed and
+checked, and while the loop makes an update of a run with `loader=sync`.
 """
 
 from __future__ import annotations

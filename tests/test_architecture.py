@@ -216,6 +216,17 @@ def test_a_class_name_has_one_meaning():
     assert not {name: sorted(of) for name, of in found.items() if len(of) > 1}, "name a class by what it holds: CompareSettings"
 
 
+LINES = 500
+
+
+def test_a_long_file_says_why():
+    """The first line of a file of more than 500 lines is `# long: why it is one file`."""
+    texts = {module: path.read_text().splitlines() for module, path in MODULES.items()}
+    long = {module for module, lines in texts.items() if len(lines) > LINES}
+    told = {module for module, lines in texts.items() if re.match(r"# long: \w+", "".join(lines[:1]))}
+    assert long - told == set(), "split these by what their parts hide, or say in the first line why each is one file"
+
+
 # --- what parts know of each other ---
 
 
@@ -385,7 +396,7 @@ OPEN_THEMSELVES = {
     "logger.trackers": "a picture that this process has drawn just before",
     "debug.profile": "files that this process has written just before, at places that core.files gave",
     "launch.launcher": "a file in a temporary folder of this process",
-    "launch.elastic": "the kernel's /proc",
+    "launch.heartbeat": "the kernel's /proc",
     "inference.export": "files in a temporary folder of its own",
     "inference.predict": "the operator's own output",
     "inference.inputs": "`read_text` is the data option's",

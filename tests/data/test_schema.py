@@ -24,9 +24,10 @@ from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.options.context import NO_RUN_DIR
 from drivetrain.core.options.overrides import parse
 from drivetrain.data.base import Splits, Units
+from drivetrain.data.cells import Cells
 from drivetrain.data.images import LabelsCsv
 from drivetrain.data.schema import TableSchema, mean_and_std
-from drivetrain.data.tables import Cells, Form, of_array, open_table
+from drivetrain.data.tables import Form, of_array, open_table
 from drivetrain.data.tabular import Diabetes, Rows, Tabular, Wine
 from tests.support.command import run
 

@@ -16,8 +16,9 @@ import pytest
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
-from drivetrain.launch import elastic
-from drivetrain.launch.elastic import HeartbeatMonitor, ended_without_result, rank_folder, start_heartbeat
+from drivetrain.launch import addresses, heartbeat
+from drivetrain.launch.elastic import ended_without_result, rank_folder
+from drivetrain.launch.heartbeat import HeartbeatMonitor, start_heartbeat
 from drivetrain.run import directory
 from tests.support.waiting import LIMIT_S, until
 
@@ -41,9 +42,9 @@ def look(monitor: HeartbeatMonitor, count: int) -> None:
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(elastic, "INTERVAL_S", 0.05)
-    monkeypatch.setattr(elastic, "STACK_WAIT_S", 0.0)
-    monkeypatch.setattr(elastic, "ABANDONED_AFTER_S", 0.0)
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(heartbeat, "STACK_WAIT_S", 0.0)
+    monkeypatch.setattr(heartbeat, "ABANDONED_AFTER_S", 0.0)
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def begin(folder: Path, rank: int, pid: int) -> None:
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGSTOP)
-    until(lambda: elastic._process_state(process.pid) in elastic.STOPPED)
+    until(lambda: heartbeat.process_state(process.pid) in heartbeat.STOPPED)
 
 
 def test_a_stopped_rank_is_ended_and_named(quick, tmp_path, process):
@@ -154,7 +155,7 @@ def test_a_port_that_is_taken(listening, monkeypatch, refused):
     meet = ["parallel.nnodes=2", f"parallel.rendezvous=127.0.0.1:{listening}", "parallel.nproc=1"]
     said = refused("train", "-q", "data=digits", "parallel=ddp", *meet)
     assert f"port {listening} of this machine is in use by something else: set a free port" in said
-    assert not set(elastic.INTERFACE_VARIABLES).intersection(os.environ), "this process is as it was"
+    assert not set(addresses.INTERFACE_VARIABLES).intersection(os.environ), "this process is as it was"
 
 
 def test_a_host_that_there_is_not(refused):
@@ -164,13 +165,13 @@ def test_a_host_that_there_is_not(refused):
 
 
 def test_ports(listening):
-    assert not elastic.can_listen("127.0.0.1", listening)
-    assert not elastic.is_torch_store("127.0.0.1", listening, 0.1)
+    assert not addresses.can_listen("127.0.0.1", listening)
+    assert not addresses.is_torch_store("127.0.0.1", listening, 0.1)
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert elastic.is_torch_store("127.0.0.1", store.port, 5)
-    assert elastic.can_listen("127.0.0.1", 0)
+    assert addresses.is_torch_store("127.0.0.1", store.port, 5)
+    assert addresses.can_listen("127.0.0.1", 0)
 
 
 # --- one directory for all ranks ---
@@ -250,7 +251,7 @@ def test_a_result_that_is_a_link_or_a_fifo_is_none(tmp_path: Path) -> None:
     (tmp_path / "0.json").write_text('{"code": 1}')
     (tmp_path / "1.json").symlink_to(tmp_path / "0.json")
     os.mkfifo(tmp_path / "2.json")
-    assert elastic._read_results(tmp_path) == {0: {"code": 1}}
+    assert heartbeat.read_results(tmp_path) == {0: {"code": 1}}
 
 
 def test_a_heartbeat_is_not_written_through_a_link(tmp_path: Path) -> None:

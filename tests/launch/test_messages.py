@@ -17,7 +17,7 @@ import torch
 from drivetrain.core.errors import BAD_CONFIG, FAILED, Diverged, UserError
 from drivetrain.data.own import OwnDataset
 from drivetrain.engine.training_log import TrainingLog
-from drivetrain.launch import elastic, machine_limits
+from drivetrain.launch import addresses, machine_limits
 from drivetrain.launch.job import prepare
 from drivetrain.launch.worker import first_lines
 from drivetrain.saving import space
@@ -158,7 +158,7 @@ def test_ranks_meet_at_what_answers(monkeypatch, names, address):
         return resolve("localhost" if host == "::1" else host, *given, **named)  # a machine of the suite may have no IPv6
 
     monkeypatch.setattr(socket, "getaddrinfo", only)
-    assert elastic.own_address() == address
+    assert addresses.own_address() == address
 
 
 def test_no_loopback_is_a_sentence(monkeypatch):
@@ -167,7 +167,7 @@ def test_no_loopback_is_a_sentence(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     with pytest.raises(UserError, match=r"localhost: Network is unreachable; 127\.0\.0\.1: .* set parallel=single"):
-        elastic.own_address()
+        addresses.own_address()
 
 
 RUN = ("data=digits", "model=mlp", "updates=2", "epochs=1", "batch.global_batch=512", "runtime.device=cpu")

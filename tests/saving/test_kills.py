@@ -20,7 +20,7 @@ from drivetrain.core.machine import forking
 from drivetrain.core.step.microbatch import Request
 from drivetrain.core.step.tensors import Tensors
 from drivetrain.engine.evaluator import Evaluator
-from drivetrain.launch import elastic
+from drivetrain.launch import elastic, heartbeat
 from drivetrain.loader import Pipeline, workers
 from drivetrain.loader.workers import Workers
 from drivetrain.logger.files import Files
@@ -180,7 +180,7 @@ def test_a_worker_ends_with_the_run_and_not_before() -> None:
 
 BEGINNINGS = {
     "a loader's worker": lambda _: workers._begin_worker(0),
-    "a rank": lambda folder: elastic.start_heartbeat(folder, 0),
+    "a rank": lambda folder: heartbeat.start_heartbeat(folder, 0),
     "a trial of batch=auto": lambda _: forking.end_with_parent(),
 }
 
@@ -271,7 +271,7 @@ def test_a_signal_at_a_bad_moment_is_raised_later(capsys: pytest.CaptureFixture[
 def test_torchs_launcher_prints_no_traceback_of_a_signal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import torch.distributed.launcher.api  # noqa: F401 - makes the logger
 
-    monitor = elastic.HeartbeatMonitor(tmp_path, 30, 600)
+    monitor = heartbeat.HeartbeatMonitor(tmp_path, 30, 600)
     with elastic.FailureRecorder(tmp_path, monitor):
         logging.getLogger("torch.distributed.launcher.api").error("Error shutting down rendezvous handler")
     assert capsys.readouterr().err == ""

@@ -18,7 +18,7 @@ from drivetrain.core.options.horizon import Horizon, length_problem, run_horizon
 from drivetrain.core.options.option import Option
 from drivetrain.core.user.code import import_name
 from drivetrain.launch import launcher
-from drivetrain.scheduler import curves
+from drivetrain.scheduler import curves, cycles
 
 UPDATES, LR = 240, 0.5
 OVER = Horizon(UPDATES, range(12, UPDATES + 1, 12))  # 20 epochs of 12 updates
@@ -127,15 +127,15 @@ def cyclic(up: int, **kwargs: Any) -> Callable[[Optimizer], Any]:
 
 
 CYCLING = {
-    "onecycle": (lambda m: curves.OneCycle(momentum=m), one_cycle()),
-    "onecycle, linear": (lambda m: curves.OneCycle(warmup=0.25, div=10, final_div=100, anneal="linear", momentum=m),
+    "onecycle": (lambda m: cycles.OneCycle(momentum=m), one_cycle()),
+    "onecycle, linear": (lambda m: cycles.OneCycle(warmup=0.25, div=10, final_div=100, anneal="linear", momentum=m),
                          one_cycle(pct_start=0.25, div_factor=10, final_div_factor=100, anneal_strategy="linear")),
-    "onecycle, three phases": (lambda m: curves.OneCycle(three_phase=True, momentum=m), one_cycle(three_phase=True)),
-    "onecycle, at the top": (lambda m: curves.OneCycle(warmup=0, momentum=m), one_cycle(pct_start=0.0)),
-    "cyclic": (lambda m: curves.Cyclic(up="2ep", momentum=m), cyclic(24)),
-    "cyclic, lopsided": (lambda m: curves.Cyclic(up=0.05, down=30, momentum=m), cyclic(12, step_size_down=30)),
-    "cyclic, triangular2": (lambda m: curves.Cyclic(up=20, mode="triangular2", momentum=m), cyclic(20, mode="triangular2")),
-    "cyclic, exp_range": (lambda m: curves.Cyclic(up=20, mode="exp_range", gamma=0.99, momentum=m),
+    "onecycle, three phases": (lambda m: cycles.OneCycle(three_phase=True, momentum=m), one_cycle(three_phase=True)),
+    "onecycle, at the top": (lambda m: cycles.OneCycle(warmup=0, momentum=m), one_cycle(pct_start=0.0)),
+    "cyclic": (lambda m: cycles.Cyclic(up="2ep", momentum=m), cyclic(24)),
+    "cyclic, lopsided": (lambda m: cycles.Cyclic(up=0.05, down=30, momentum=m), cyclic(12, step_size_down=30)),
+    "cyclic, triangular2": (lambda m: cycles.Cyclic(up=20, mode="triangular2", momentum=m), cyclic(20, mode="triangular2")),
+    "cyclic, exp_range": (lambda m: cycles.Cyclic(up=20, mode="exp_range", gamma=0.99, momentum=m),
                           cyclic(20, mode="exp_range", gamma=0.99)),
 }  # fmt: skip
 
@@ -199,8 +199,8 @@ def test_wsd_shapes(shape: Any, height: Callable[[float], float]) -> None:
     [
         (curves.Cosine(final=0.2), 0.2), (curves.Cosine(cycles=3, final=0.2), 0.2), (curves.Cosine(length=100, final=0.2), 0.2),
         (curves.Linear(final=0.3), 0.3), (curves.Poly(), 0.0), (curves.Wsd(final=0.1), 0.1),
-        (curves.OneCycle(div=5, final_div=4), 0.05), (curves.OneCycle(div=5, final_div=4, length=0.5), 0.05),
-        (curves.OneCycle(three_phase=True, div=5, final_div=4), 0.05), (curves.MultiStep(), 0.01),
+        (cycles.OneCycle(div=5, final_div=4), 0.05), (cycles.OneCycle(div=5, final_div=4, length=0.5), 0.05),
+        (cycles.OneCycle(three_phase=True, div=5, final_div=4), 0.05), (curves.MultiStep(), 0.01),
     ],
     ids=lambda v: type(v).__name__,
 )  # fmt: skip
@@ -216,7 +216,7 @@ def test_steps_are_counted_from_the_start_of_the_run_also_where_it_warms_up() ->
 
 
 def test_momentum_holds_after_the_end() -> None:
-    scheduler = curves.OneCycle(momentum=RANGE, length=100)
+    scheduler = cycles.OneCycle(momentum=RANGE, length=100)
     scheduler.set_horizon(OVER)
     assert [scheduler.momentum_at(u) for u in (99, 150, 300)] == pytest.approx([0.95] * 3)
     assert scheduler.momentum_at(29) == pytest.approx(0.922, abs=0.2)
@@ -437,7 +437,7 @@ def test_momentum_that_cannot_cycle_is_refused_where_it_is_known_and_at_the_star
     adagrad = torch.optim.Adagrad([torch.zeros(1, requires_grad=True)])
     with pytest.raises(UserError, match="but Adagrad has neither momentum nor beta1"):
         job.run.scheduler.bind(adagrad, *OVER)
-    curves.OneCycle().bind(adagrad, *OVER)  # nothing to cycle, nothing to refuse
+    cycles.OneCycle().bind(adagrad, *OVER)  # nothing to cycle, nothing to refuse
 
 
 def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(trainer_of, monkeypatch, caplog):
@@ -458,11 +458,11 @@ def test_onecycle_equals_torchs_in_short_runs(updates: int, warmup: float, annea
     settings = {"total_steps": updates, "pct_start": warmup, "anneal_strategy": anneal}
     settings |= {"div_factor": 20.0, "final_div_factor": 500.0, "cycle_momentum": False}
     reference = torch_curve(lambda o: theirs.OneCycleLR(o, [LR, LR / 10], **settings), sgd(), updates)
-    mine = our_curve(curves.OneCycle(warmup, 20.0, 500.0, anneal), sgd(), updates, Horizon(updates, [updates]))
+    mine = our_curve(cycles.OneCycle(warmup, 20.0, 500.0, anneal), sgd(), updates, Horizon(updates, [updates]))
     torch.testing.assert_close(torch.tensor(mine), torch.tensor(reference), rtol=1e-6, atol=0)
 
 
-SHORT = [ours.Scheduler(0.5), curves.Cosine(0.5, 0.1), curves.OneCycle(0.0), curves.OneCycle(1.0), curves.OneCycle(50.0)]
+SHORT = [ours.Scheduler(0.5), curves.Cosine(0.5, 0.1), cycles.OneCycle(0.0), cycles.OneCycle(1.0), cycles.OneCycle(50.0)]
 
 
 @pytest.mark.parametrize("scheduler", SHORT)

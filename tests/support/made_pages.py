@@ -18,7 +18,7 @@ from drivetrain.measure.benchmark.compare import Comparison, Row
 from drivetrain.measure.benchmark.quality import FIRST, PASS, Verdict
 from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.bisect import bisect
-from drivetrain.measure.bisect.bisect import NAMED, BisectSettings, ChangeSearch, Measured, Subsets
+from drivetrain.measure.bisect.search import NAMED, BisectSettings, ChangeSearch, Measured, Subsets
 from drivetrain.measure.certify import certify, judge
 from drivetrain.measure.certify.judge import Trace, TracedTensor
 from drivetrain.measure.intervals import Interval
@@ -28,7 +28,7 @@ from drivetrain.measure.profile.doctor import sheet as doctor_sheet
 from drivetrain.measure.profile.step import Turn
 from drivetrain.measure.report import report
 from drivetrain.measure.tune import tune
-from drivetrain.measure.tune.tune import RangeTest
+from drivetrain.measure.tune.range_test import RangeTest
 from drivetrain.measure.verbs import origin
 from drivetrain.run import reader
 from drivetrain.ui.pages import run as run_page

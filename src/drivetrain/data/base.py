@@ -1,3 +1,4 @@
+# long: reading, holding out and learning are one order, which every data option follows
 """The interface of every data option: sources of the training, validation and test sets, read a batch at a time."""
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from datetime import datetime
 from drivetrain.core.lazy import arrow_compute as pc
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import pyarrow as pa
-from drivetrain.data.tables import Cells, Words, numbers_of, with_nan
+from drivetrain.data.cells import Cells, Words, numbers_of, with_nan
 
 PARTS = ("year", "month", "day", "weekday", "hour")  # of a date; Monday is 0
 FORMS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d")  # of dates, beside ISO's

@@ -15,9 +15,10 @@ from drivetrain.core.options.option import Count, RunSpec, needs_extra
 from drivetrain.core.step import rng
 from drivetrain.core.step.source import Source
 from drivetrain.data.base import FileSets, HeldOut, Splits, Validation
+from drivetrain.data.cells import Cells, Words
 from drivetrain.data.decoding import ImageFileSource
 from drivetrain.data.images import PictureData
-from drivetrain.data.tables import Cells, Words, typed
+from drivetrain.data.tables import typed
 from drivetrain.data.target_reader import TargetReader
 from drivetrain.data.text import TextData, tell_cut
 from drivetrain.data.tokenizer import Tokenizer

@@ -30,6 +30,7 @@ from drivetrain.data.base import (
     measure_on_some,
 )
 from drivetrain.data.cell_formats import words_of
+from drivetrain.data.cells import Cells, absent
 from drivetrain.data.decoding import (
     CropShare,
     Decoding,
@@ -45,7 +46,7 @@ from drivetrain.data.decoding import (
 from drivetrain.data.listing import IMAGES as IMAGES
 from drivetrain.data.listing import Folder, one_form
 from drivetrain.data.schema import TableSchema, check_names, columns_of, named
-from drivetrain.data.tables import KINDS, Cells, absent, open_table
+from drivetrain.data.tables import KINDS, open_table
 from drivetrain.data.tabular import KEPT, Delimiter, Known, form_of, names_of
 from drivetrain.data.target_reader import TargetReader
 from drivetrain.data.untrusted import as_kept, read_image_file

@@ -17,7 +17,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.options.allowed import ColumnName
 from drivetrain.core.options.option import Count, RunSpec, needs_extra
 from drivetrain.core.step.source import Source
-from drivetrain.data import tables
+from drivetrain.data import cells
 from drivetrain.data.base import IGNORE_INDEX, FromFile, Inputs, Listed, Splits, hash_fraction, hash_fractions
 from drivetrain.data.listing import walk
 from drivetrain.data.target_reader import TargetReader
@@ -151,15 +151,15 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
     def _reader(self) -> TargetReader:
         return TargetReader("class", [str(self.label)], "data.label")
 
-    def _labels(self, part: Any) -> tables.Cells:
+    def _labels(self, part: Any) -> cells.Cells:
         """Return the classes of texts."""
 
         def lines(rows: np.ndarray) -> np.ndarray:
             numbers = np.array([line.number for line in self._read(Path(part.source))])
             return np.asarray(numbers[part.which.numpy()[rows]])
 
-        words = tables.Words(part.documents.numbers[part.which].numpy(), list(part.documents.names))
-        return tables.Cells({str(self.label): words}, part.source, lines)
+        words = cells.Words(part.documents.numbers[part.which].numpy(), list(part.documents.names))
+        return cells.Cells({str(self.label): words}, part.source, lines)
 
     def source(self, known: Known, part: Any) -> Source:
         """Return texts to continue as a source; with `label`, texts with a class each. Raises UserError for other classes."""
@@ -409,10 +409,10 @@ class Words(Jsonl):
             raise UserError(f"{place} has no texts under the key '{self.text}'")
         return found
 
-    def _labels(self, part: Listed[Tagged]) -> tables.Cells:
-        words = tables.Words.each(tag for text in part for tag in text.tags)
+    def _labels(self, part: Listed[Tagged]) -> cells.Cells:
+        words = cells.Words.each(tag for text in part for tag in text.tags)
         lines = np.repeat([text.line for text in part], [len(text.tags) for text in part])
-        return tables.Cells({str(self.label): words}, part[0].source, lines.__getitem__)
+        return cells.Cells({str(self.label): words}, part[0].source, lines.__getitem__)
 
     def source(self, known: Known, part: Listed[Tagged]) -> TaggedTexts:
         classes = torch.split(known[1].read(self._labels(part)), [len(text.tags) for text in part])

@@ -30,7 +30,8 @@ from drivetrain.data.cell_formats import (
     styles_of,
     words_of,
 )
-from drivetrain.data.tables import MISSING, NO_NAME, Cells, Words, absent, numbers_of
+from drivetrain.data.cells import Cells, Words, absent, numbers_of
+from drivetrain.data.tables import MISSING, NO_NAME
 
 
 def mean_and_std(values: np.ndarray) -> tuple[float, float]:

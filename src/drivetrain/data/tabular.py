@@ -19,8 +19,9 @@ from drivetrain.core.options.option import Count, RunSpec
 from drivetrain.core.step import rng
 from drivetrain.core.step.target_kinds import TargetKind
 from drivetrain.data.base import Fraction, FromFile, HeldOut, Inputs, Splits, Tensors, number_apart
+from drivetrain.data.cells import Cells, Words, absent
 from drivetrain.data.schema import TYPES, TableSchema, check_names, columns_of, named
-from drivetrain.data.tables import KINDS, MISSING, Cells, Form, NativeTable, StreamedTable, TextTable, Words, absent, open_table
+from drivetrain.data.tables import KINDS, MISSING, Form, NativeTable, StreamedTable, TextTable, open_table
 from drivetrain.data.target_reader import TargetReader
 from drivetrain.data.text import LabelledTexts, TextData, tell_cut
 from drivetrain.data.tokenizer import Documents, Tokenizer

@@ -13,8 +13,9 @@ from drivetrain.core.step.source import Source
 from drivetrain.core.step.target_kinds import TargetKind
 from drivetrain.data.base import Splits, Units
 from drivetrain.data.cell_formats import as_text, words_of
+from drivetrain.data.cells import Cells, Words, absent
 from drivetrain.data.schema import mean_and_std, named
-from drivetrain.data.tables import Cells, Words, absent, is_number
+from drivetrain.data.tables import is_number
 from drivetrain.data.untrusted import number_of_classes
 
 

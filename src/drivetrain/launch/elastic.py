@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import faulthandler
 import logging
 import os
 import re
@@ -12,23 +10,19 @@ import shutil
 import signal
 import socket
 import stat
-import struct
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from drivetrain.core.errors import BAD_CONFIG, DIVERGED, FAILED, INTERRUPTED, UserError, is_peer_failure
 from drivetrain.core.machine import files, process
-from drivetrain.core.machine.files import read_json, write_json
-from drivetrain.core.machine.forking import NoAnswer, answer_of, disown_garbage, end_openmp_threads, end_with_parent
+from drivetrain.core.machine.files import write_json
+from drivetrain.core.machine.forking import disown_garbage, end_openmp_threads
 from drivetrain.core.machine.open_files import apart_after_fork
 from drivetrain.core.machine.signals import StopFlag, comes_again, handled_by
 from drivetrain.core.typed import JsonObject
@@ -45,113 +39,21 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
     from drivetrain.parallel.process_group import ProcessGroupStrategy
+from drivetrain.launch.addresses import (
+    can_listen,
+    is_torch_store,
+    local_address_towards,
+    own_address,
+    use_interface_of,
+    wait_for_listener,
+)
+from drivetrain.launch.heartbeat import HeartbeatMonitor, RankResults, begun_ranks, process_state, read_results, start_heartbeat
 
-
-INTERVAL_S = 1.0
-ABANDONED_AFTER_S = 12.0
-ABANDONED_AFTER_RESTARTABLE_S = 75.0  # while ranks may start again: those of other machines first write a last checkpoint
-STACK_WAIT_S = 2.0  # for a rank's stack
 TORCH_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 TELLS_OF_RANKS = "torch.distributed.elastic.multiprocessing.api"
-STOPPED = ("T", "t")  # process states: stopped by a signal, by a debugger
-STACK_SIGNAL = signal.SIGUSR2  # asks a rank for its Python stack
 
 P = ParamSpec("P")
 T = TypeVar("T")
-RankResults = dict[int, JsonObject]  # rank → the content of its result file
-
-
-def start_heartbeat(folder: Path, rank: int) -> None:
-    """Start the thread that touches `folder`/<rank>.heartbeat, which holds this process's id; write stacks beside it."""
-    file = folder / f"{rank}.heartbeat"
-    with files.opened(file, "w") as opened:
-        opened.write(str(os.getpid()))
-    stack = files.opened(folder / f"{rank}.stack", "a")  # appended to: the stack of before a restart stays
-    faulthandler.register(STACK_SIGNAL, stack, all_threads=True)
-
-    end_with_parent()  # without the launcher the ranks would wait for its store, and hold the run, which can be gone on with
-
-    def touch() -> None:
-        while True:
-            time.sleep(INTERVAL_S)
-            with contextlib.suppress(OSError):  # on a full disk the run itself fails, with a better message
-                os.utime(file, follow_symlinks=False)
-
-    threading.Thread(target=touch, name="heartbeat", daemon=True).start()
-
-
-class HeartbeatMonitor:
-    """A context manager that ends ranks of this machine without a heartbeat; `ended` holds the reason of each.
-
-    A stopped process is ended after `heartbeat_timeout_s`, any other after `stuck_s`: one long call into a library may
-    keep the heartbeat's thread from running. `abandoned` is called, in the monitor's thread, when all ranks have ended, at least
-    one of them with an error, and torch's launcher has not noticed: it waits for a machine that is out of reach.
-    """
-
-    def __init__(self, folder: Path, heartbeat_timeout_s: float, stuck_s: float, restarts: bool = False) -> None:
-        self.ended: dict[int, str] = {}
-        self.abandoned: Callable[[], None] | None = None
-        self._folder, self._heartbeat_timeout_s, self._stuck_s = folder, heartbeat_timeout_s, stuck_s
-        self._abandoned_after_s = ABANDONED_AFTER_RESTARTABLE_S if restarts else ABANDONED_AFTER_S
-        self._last: dict[Path, tuple[float, int]] = {}  # a rank's last heartbeat, and the checks since it changed
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat monitor", daemon=True)
-
-    def __enter__(self) -> HeartbeatMonitor:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        failed_since: float | None = None
-        while not self._stop.wait(INTERVAL_S):
-            failed_since = (failed_since or time.monotonic()) if self._all_ended_with_a_failure() else None
-            waited = 0.0 if failed_since is None else time.monotonic() - failed_since
-            if self.abandoned is not None and waited > self._abandoned_after_s:
-                self.abandoned()
-            for file in self._folder.glob("*.heartbeat"):
-                with contextlib.suppress(OSError, ValueError):
-                    self._check(file)
-
-    def _check(self, file: Path) -> None:
-        # Checks are counted and not timed: a clock goes on while the machine sleeps, with the ranks and the monitor on it.
-        beat, (before, checks) = file.lstat().st_mtime, self._last.get(file, (0.0, 0))
-        checks = checks + 1 if beat == before else 0
-        self._last[file] = beat, checks
-        rank = int(file.stem)
-        if not checks:  # a rank that was ended has started again
-            self.ended.pop(rank, None)
-        silent_s = checks * INTERVAL_S
-        if silent_s <= min(self._heartbeat_timeout_s, self._stuck_s) or file.with_suffix(".json").exists():
-            return
-        process = int(files.read_text(file))
-        state = _process_state(process)
-        if state is not None and silent_s > (self._heartbeat_timeout_s if state in STOPPED else self._stuck_s):
-            self._end(rank, process, state, silent_s, file)
-
-    def _all_ended_with_a_failure(self) -> bool:
-        results = _read_results(self._folder)
-        begun = [results.get(rank) for rank in _begun(self._folder)]
-        return None not in begun and any(result["code"] for result in begun if result is not None)
-
-    def _end(self, rank: int, process: int, state: str, silent_s: float, file: Path) -> None:
-        file.unlink()  # a rank is ended once
-        stack = self._folder / f"{rank}.stack"
-        before = stack.stat().st_size
-        with contextlib.suppress(ProcessLookupError):
-            _ask_for_stack(process)
-            os.kill(process, signal.SIGCONT)  # a stopped process writes its stack when it continues
-            until = time.monotonic() + STACK_WAIT_S
-            while stack.stat().st_size == before and time.monotonic() < until:
-                time.sleep(0.05)
-        how = {"D": "waiting for a disk or device"}.get(state, "stopped (SIGSTOP)" if state in STOPPED else "stuck")
-        where = f"; its stack: {stack}" if stack.stat().st_size > before else ""
-        self.ended[rank] = f"rank {rank} gave no heartbeat for {silent_s:.0f} s ({how}) and was ended{where}"
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
 
 
 class FailureRecorder(logging.Handler):
@@ -181,12 +83,12 @@ class FailureRecorder(logging.Handler):
         """Read why ranks failed; what a rank says of a peer that is gone counts only where nothing else is known."""
         if record.levelno < logging.ERROR or record.name != TELLS_OF_RANKS:
             return
-        results = _read_results(self.folder)
+        results = read_results(self.folder)
         failed = {rank: result["error"] for rank, result in sorted(results.items()) if result["code"]}
         own = [f"rank {rank}: {error}" for rank, error in failed.items() if not is_peer_failure(error)]
-        for rank in [rank for rank in _begun(self.folder) if rank not in results]:
+        for rank in [rank for rank in begun_ranks(self.folder) if rank not in results]:
             with contextlib.suppress(OSError, ValueError):
-                if _process_state(int(files.read_text(self.folder / f"{rank}.heartbeat"))) is None:
+                if process_state(int(files.read_text(self.folder / f"{rank}.heartbeat"))) is None:
                     own.append(ended_without_result({rank: 0}))
         of_peers = [f"rank {rank}: {error}" for rank, error in failed.items()][:1]
         self.reason = "; ".join([*self._monitor.ended.values(), *own] or of_peers)
@@ -203,128 +105,6 @@ def _how(code: int) -> str:
     if code in (0, -signal.SIGKILL):
         return "killed, or out of memory"
     return f"by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _process_state(process: int) -> str | None:
-    """The state of a child process, one letter as in /proc; None where it has ended, or where there is no /proc."""
-    try:
-        state, parent = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
-    except OSError:
-        return None
-    return state if int(parent) == os.getpid() and state != "Z" else None
-
-
-def _ask_for_stack(process: int) -> None:
-    """Send the signal to the main thread, whose stack then is that of where it was stuck; another thread would run on first."""
-    send_to_thread = getattr(ctypes.CDLL(None), "tgkill", None)
-    if send_to_thread is None or send_to_thread(process, process, STACK_SIGNAL) != 0:
-        os.kill(process, STACK_SIGNAL)
-
-
-def _begun(folder: Path) -> list[int]:
-    """The ranks that have begun here, in order."""
-    return sorted(int(file.stem) for file in folder.glob("*.heartbeat"))
-
-
-def _read_results(folder: Path) -> RankResults:
-    results: RankResults = {}
-    for file in folder.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError):  # it is being written
-            results[int(file.stem)] = read_json(file)
-    return results
-
-
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-LOOPBACK_S = 2.0  # within which this machine answers itself
-_SIOCGIFADDR = 0x8915
-
-
-def local_address_towards(host: str, port: int) -> str:
-    """This machine's address on the route to `host`. Raises OSError where there is no such host, or no route."""
-    target = socket.gethostbyname(host)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
-        probe.connect((target, port))
-        return str(probe.getsockname()[0])
-
-
-def own_address() -> str:
-    """The name or address at which this machine's processes reach each other: localhost, or what works in its place.
-
-    Raises UserError where nothing does.
-    """
-    why = {}
-    for host in ("localhost", "127.0.0.1", "::1"):
-        try:
-            family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-            with socket.create_server(address, family=family) as listener, socket.socket(family, kind) as client:
-                client.settimeout(LOOPBACK_S)
-                client.connect(listener.getsockname())
-        except OSError as error:
-            why[host] = error.strerror or str(error)
-        else:
-            return host
-    told = "; ".join(f"{host}: {reason}" for host, reason in why.items())
-    raise UserError(
-        f"the ranks of a run talk to each other over this machine's loopback interface, and none answers ({told}): turn it on "
-        "(ip link set lo up), or set parallel=single"
-    )
-
-
-def wait_for_listener(host: str, port: int, seconds: float) -> None:
-    """Wait until something listens on host:port. Raises TimeoutError after `seconds`."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=2).close()
-            return
-        except OSError:
-            if time.monotonic() > until:
-                raise TimeoutError(f"nothing listens on {host}:{port}") from None
-        time.sleep(0.2)
-
-
-def can_listen(host: str, port: int = 0) -> bool:
-    """True if a host's address is one of this machine's, and its port, of which 0 is any, can be listened on."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((socket.gethostbyname(host), port))
-        except OSError:
-            return False
-    return True
-
-
-def is_torch_store(host: str, port: int, seconds: float) -> bool:
-    """True if what listens on host:port is the store of a torch launcher, as where one machine plays two.
-
-    It is asked in a process of its own: a client of something that never answers waits for ever, whatever its timeout.
-    """
-
-    def connect(answer: Callable[[bool], None]) -> None:
-        from torch.distributed import TCPStore
-
-        TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
-        answer(True)
-
-    try:
-        return answer_of(connect, "no store", seconds)
-    except NoAnswer:
-        return False
-
-
-def use_interface_of(address: str) -> None:
-    """Let gloo and NCCL use the interface that has this address; variables that the user has set stay.
-
-    By themselves they look up the machine's name, whose address other machines may not reach.
-    """
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(packed[20:24]) == address:
-                    os.environ |= {each: name for each in INTERFACE_VARIABLES if each not in os.environ}
 
 
 PRINTED = re.compile(r"\d+\.log", re.ASCII)  # what a rank printed in this run and those before, which is kept
@@ -614,7 +394,7 @@ def _restart_from_newest(job: Job, run_dir: Path, reason: str, restarts: int) ->
 
 def _final_code(folder: Path) -> int:
     """The exit code of a rank of this machine that starting again would not change; 0 where there is none."""
-    results = _read_results(folder).values()
+    results = read_results(folder).values()
     return next((int(r["code"]) for r in results if r["code"] in FINAL_CODES and not is_peer_failure(r["error"])), 0)
 
 
@@ -625,8 +405,8 @@ def _result_of_ranks(
 
     These have their processes' exit codes.
     """
-    results = _read_results(folder)
-    begun = sorted({*_begun(folder), *ended_by_monitor})
+    results = read_results(folder)
+    begun = sorted({*begun_ranks(folder), *ended_by_monitor})
     lost = sorted(set(begun) - set(results))
     failed = {rank: found for rank, found in results.items() if found["code"]}
     alone = all(is_peer_failure(found["error"]) for found in failed.values())  # none failed of its own accord

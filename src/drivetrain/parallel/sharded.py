@@ -1,3 +1,4 @@
+# long: what fsdp, tensor and pipeline share: how weights are cut, gathered and summed
 """The base of the strategies that shard weights over ranks, as torch's DTensors.
 
 Clipping, optimizer, EMA and loss scaling work on this rank's shards as plain tensors: with the fused kernels, and without

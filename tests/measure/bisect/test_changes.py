@@ -10,8 +10,8 @@ from bench import bisect as campaign
 
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.benchmark.variants import TrainedRun, VariantSpec
-from drivetrain.measure.bisect import bisect
-from drivetrain.measure.bisect.bisect import (
+from drivetrain.measure.bisect import bisect, search
+from drivetrain.measure.bisect.search import (
     FAILS,
     NAMED,
     NONE,
@@ -23,8 +23,10 @@ from drivetrain.measure.bisect.bisect import (
     Measured,
     Measurer,
     QualityMeasurer,
+    Subsets,
     Unresolved,
     numbers,
+    tried,
 )
 from drivetrain.measure.changes import Change, in_order
 from drivetrain.measure.intervals import Interval
@@ -138,7 +140,7 @@ def test_values_that_are_refused_without_each_other_are_one_change():
 def test_a_share_of_nothing_has_no_sign():
     whole, none = Measured(Interval(0.3, 0.2, 0.4), 6), Measured(Interval(-0.001, -0.1, 0.1), 6)
     search = ChangeSearch(2, Measurer(None, BisectSettings(), 0.0), {frozenset({0, 1}): whole, frozenset({0}): none}, NAMED)
-    assert [row[3] for row in bisect.tried(search).rows] == ["100 %", "0 %"]
+    assert [row[3] for row in tried(search).rows] == ["100 %", "0 %"]
 
 
 @pytest.mark.parametrize(
@@ -149,10 +151,10 @@ def test_a_share_of_nothing_has_no_sign():
     ],
 )
 def test_a_budget_that_was_too_small_is_told_in_a_sentence(whole, said):
-    measurer = Measurer(bisect.Subsets(None, None, None, (), (), []), BisectSettings(budget_s=40), 0.0)
+    measurer = Measurer(Subsets(None, None, None, (), (), []), BisectSettings(budget_s=40), 0.0)
     search = ChangeSearch(1, measurer, {frozenset({0}): whole}, UNRESOLVED, reason="whether they differ is not certain")
     assert bisect.conclusion(search, 1.0)[-1].endswith(said)
-    assert "inf" not in str(bisect.tried(search).rows)
+    assert "inf" not in str(tried(search).rows)
 
 
 def test_numbers_are_shown_as_ranges():
@@ -287,7 +289,7 @@ def test_a_seed_is_trained_also_where_it_is_over_at_once_and_a_run_that_ends_say
     trained, good = [], prepare_job(["model=mlp"])
     runs = {"": TrainedRun(0, 1, {"accuracy": 0.5}), "ema": TrainedRun(0, 1, {"accuracy": 0.75}), "lr": TrainedRun(0, 1)}
     runs["bad"] = TrainedRun(0, 1, error="diverged: the loss is nan")
-    monkeypatch.setattr(bisect, "trainings", trainings)
+    monkeypatch.setattr(search, "trainings", trainings)
     measurer = QualityMeasurer(SimpleNamespace(variant=lambda chosen: VariantSpec("", [], good)), BisectSettings(), 0.0)
     assert measurer.add(VariantSpec("ema", [], good), figures := [], lambda *_: len(figures) > 1) is None
     assert (figures, measurer.margin) == ([0.25, 0.25], 0.005 * 0.5)

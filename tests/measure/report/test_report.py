@@ -15,7 +15,7 @@ import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.options.selection import Reach
 from drivetrain.data.tabular import data_file
-from drivetrain.measure.report import report
+from drivetrain.measure.report import report, samples
 from drivetrain.measure.report.report import common_target, named, summarize_seeds, verdict
 from drivetrain.run import directory
 from drivetrain.run.reader import differing, find, read
@@ -343,6 +343,6 @@ def test_a_sweep_leaves_its_page_with_a_link_to_each_run(tiny, capsys):
 def test_samples_that_cannot_be_drawn_leave_the_page_as_it_is(train, monkeypatch):
     """A run has finished when its page gets samples: nothing that they raise may end it."""
     result = train("updates=1")
-    monkeypatch.setattr(report, "_drawn", lambda *_: {}["what a sample lacks"])
+    monkeypatch.setattr(samples, "_drawn", lambda *_: {}["what a sample lacks"])
     report.add_samples(result)
     assert "There are none: KeyError" in (result.run_dir / "report.html").read_text()

@@ -14,8 +14,8 @@ from drivetrain.measure.benchmark.compare import Comparison, Row
 from drivetrain.measure.benchmark.variants import TimesToTarget, TrainedRun, columns, proven
 from drivetrain.measure.claims.export import recommend
 from drivetrain.measure.intervals import Interval
-from drivetrain.measure.tune import tune
-from drivetrain.measure.tune.tune import RangeTest
+from drivetrain.measure.tune import range_test, tune
+from drivetrain.measure.tune.range_test import RangeTest
 from drivetrain.recipe import reader as recipe
 from tests.support import json_keys
 
@@ -125,7 +125,7 @@ def test_the_range_test_finds_where_the_loss_falls(rates, losses, steepest, boun
     found = RangeTest(rates, losses, 0.1)
     assert found.steepest == (steepest and pytest.approx(steepest, rel=0.3))
     assert found.bound == (bound and pytest.approx(bound, rel=0.5))
-    assert said in " ".join(tune.advice(found))
+    assert said in " ".join(range_test.advice(found))
 
 
 def test_lr_is_advice_and_leaves_a_plot(command):
@@ -133,7 +133,7 @@ def test_lr_is_advice_and_leaves_a_plot(command):
     folder = next(Path("outputs/tune").glob("*/*"))
     json_keys.check(told, **{"top": "range test", "range test": "rates losses steepest bound"})
     told = told["range test"]
-    assert told["rates"][0] == tune.LOW
+    assert told["rates"][0] == range_test.LOW
     assert 1e-4 < told["steepest"] < 5
     assert "range" in (folder / "tune.html").read_text()
     assert not (folder / "recipe.yaml").exists()

@@ -1,3 +1,4 @@
+# long: what the groups know of each other is read side by side
 """The facts that an option of each config group tells the others, which know no more of it: groups do not import each other.
 
 The base class of a group derives from its class here, so that what follows is said once. Methods that are abstract here are

@@ -1,3 +1,4 @@
+# long: table, page and record show the same measurement
 """`drivetrain compare` and `ablate`: techniques side by side, with intervals, and whether the result is still as good.
 
 For the run as it is, the start-up counts, and then as many updates as the run has. A start is what a process takes beyond its

@@ -1,3 +1,4 @@
+# long: the parts of a forecast add up, and are told as they are computed
 """`drivetrain forecast`: peak memory, time and limits of a run before it is started, in the process that may build it."""
 
 from __future__ import annotations

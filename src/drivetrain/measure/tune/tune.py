@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import shlex
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,12 +20,11 @@ from drivetrain.core.machine import accelerators
 from drivetrain.core.machine.guards import usable_cores
 from drivetrain.core.options.option import Count, Positive, RunSpec
 from drivetrain.core.options.overrides import format_value
-from drivetrain.core.step.microbatch import one_update
 from drivetrain.core.typed import JsonObject
 from drivetrain.engine import child
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.launch.trials import JobTrials, make_update
+from drivetrain.launch.trials import JobTrials
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare, quality, variants
 from drivetrain.measure.benchmark.compare import Comparison, Row, StoppingRule, behind, titled
@@ -48,97 +46,8 @@ from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import PagePart, Sheet, Table, commands, sentence, under, words
 
 if TYPE_CHECKING:
-    from drivetrain.engine.trainer import Trainer
-
-LOW, HIGH = 1e-6, 10.0  # the usual rates of any optimizer lie between
-SMOOTHING = 4  # losses to each side that are averaged; a centred mean does not shift the curve, as a running mean would
-MIN_FALL = 0.02  # of the first loss: a smaller fall is noise
-DIVERGED = 4.0  # times the first loss
-
-
-@dataclass
-class RangeTest:
-    """The learning rate range test (Smith 2015): a few updates, each with a higher rate than the one before, and their losses.
-
-    Its result is advice. It sees the first updates only, from freshly initialized weights, each at a rate that changes at once.
-    The best rate of a whole run, with its schedule and warm-up, is often several times away from it, and lower where training
-    is long and batches are noisy.
-    """
-
-    rates: list[float]
-    losses: list[float]
-    configured: float
-
-    @cached_property
-    def smoothed(self) -> list[float]:
-        """The losses, each averaged with its neighbours."""
-        windows = [self.losses[max(0, n - SMOOTHING) : n + SMOOTHING + 1] for n in range(len(self.losses))]
-        return [statistics.fmean(window) for window in windows]
-
-    @property
-    def steepest(self) -> float | None:
-        """The rate at which the loss fell fastest on its way to the lowest; None where it never fell."""
-        lowest = self.smoothed.index(min(self.smoothed))
-        falls = [a - b for a, b in zip(self.smoothed[:lowest], self.smoothed[2 * SMOOTHING : lowest + 1], strict=False)]
-        if not falls or self.smoothed[0] - self.smoothed[lowest] < MIN_FALL * self.smoothed[0]:
-            return None
-        return self.rates[falls.index(max(falls)) + SMOOTHING]
-
-    @property
-    def bound(self) -> float | None:
-        """A tenth of the rate with the lowest loss, near the highest that trains; None where the loss never fell."""
-        return None if self.steepest is None else self.rates[self.smoothed.index(min(self.smoothed))] / 10
-
-
-def range_test(trainer: Trainer, updates: int) -> RangeTest:
-    """Train a built trainer for at most `updates` updates, while the rate rises from LOW to HIGH by a constant factor."""
-    import torch
-
-    from drivetrain.scheduler.base import set_group_value  # imports torch
-
-    trainer.model.train()
-    trainer.endless()
-    groups = trainer.optimizer.param_groups
-    base = [float(group["lr"]) for group in groups]
-    highest = max(base)
-    stream = trainer.read()
-    rates: list[float] = []
-    losses: list[float] = []
-    for number in range(updates):
-        rate = LOW * (HIGH / LOW) ** (number / (updates - 1))
-        for group, own in zip(groups, base, strict=True):
-            set_group_value(group, "lr", rate * own / highest)
-        loss = torch.zeros((), device=trainer.device)
-        make_update(trainer, one_update(stream), loss)
-        if not math.isfinite(float(loss)) or (losses and float(loss) > DIVERGED * losses[0]):
-            break
-        rates.append(rate)
-        losses.append(float(loss))
-    return RangeTest(rates, losses, highest)
-
-
-def chart(tested: RangeTest) -> str:
-    """The loss against the rate."""
-    marks = [("steepest", tested.steepest), ("lowest / 10", tested.bound), ("configured", tested.configured)]
-    curve = charts.ChartLine("loss", list(zip(tested.rates, tested.smoothed, strict=True)))
-    named = [(name, rate) for name, rate in marks if rate is not None]
-    return charts.curves(
-        "Loss, smoothed, over the learning rate", [curve], "learning rate (logarithmic)", log_x=True, marks=named
-    )
-
-
-def advice(tested: RangeTest) -> list[str]:
-    """The result in sentences."""
-    if tested.steepest is None or tested.bound is None:
-        between = f"{LOW:g} and {tested.rates[-1]:.2g}"
-        return [f"range test: the loss fell at no rate between {between}: check the data and the loss first"]
-    return [
-        f"range test: the loss fell fastest at lr {tested.steepest:.2g}; a tenth of the rate with the lowest loss is "
-        f"{tested.bound:.2g}; optimizer.lr is {tested.configured:.2g}",
-        "this is advice, and nothing was set: the test saw the first updates only, and the best rate of a whole run is often "
-        "several times lower or higher; to measure it: drivetrain compare optimizer.lr=… quality=true",
-    ]
-
+    pass
+from drivetrain.measure.tune.range_test import RangeTest, advice, chart, range_test
 
 LOOK_UPDATES = 50
 NEAR = (0.5, 1.0, 2.0)  # of the noise scale: the batches that are tried
