@@ -10,6 +10,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 import pytest
+import torch
 
 from drivetrain.core.machine.forking import ForkedProcess
 from drivetrain.core.world import World
@@ -26,7 +27,10 @@ def ranks():
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
 
+        dtype = torch.get_default_dtype()  # a fork has torch's own settings
+
         def rank(number: int, answer: Any) -> None:
+            torch.set_default_dtype(dtype)
             given = {"RANK": number, "WORLD_SIZE": count, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
             faulthandler.dump_traceback_later(SECONDS - 10)  # where it is stuck
             os.environ.update({"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in given.items()}})

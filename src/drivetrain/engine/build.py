@@ -204,7 +204,7 @@ def _step(
     if not phases:
         clip = Clip.of(run).build(context)
         noise, step = _with_noise_scale(graph(loss, clip), batch, parameters, context)
-        return noise, _of_update(step, loss, clip, forward, context)
+        return noise, _of_update(parallel.wrap_watched(step, context), loss, clip, forward, context)
     context.sums.clear()  # they are of each phase's own gradients
     of_run = context.optimizer, context.precision
     for phase in phases:

@@ -120,6 +120,10 @@ class Parallel(Option, groups.Parallel):
         """Wrap the step, where the strategy synchronises gradients outside of the model."""
         return step
 
+    def wrap_watched(self, step: Step, context: BuildContext) -> Step:
+        """Wrap the step and what measures its gradients, where a strategy has to do something before the first micro-batch."""
+        return step
+
     @property
     def keeps_own_gradients(self) -> bool:
         """True if weights have the gradient of this rank's own samples until an update's last micro-batch."""

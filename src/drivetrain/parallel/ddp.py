@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.errors import UserError
@@ -11,9 +12,11 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.options import groups
 from drivetrain.core.options.option import BuildContext, Count, Effect, Positive, RunSpec
 from drivetrain.core.options.protocols import LossStep
+from drivetrain.core.step import streams
 from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.step.step import Step, WrappingStep
 from drivetrain.core.step.trees import Forward
+from drivetrain.core.user.state import OwnState, find
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ class Ddp(ProcessGroupStrategy):
     compress: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     powersgd_rank: Count = 1
     _wrapped: Any = field(default=None, init=False)  # None: the step itself reduces gradients
+    _accumulating: AccumulatingStep | None = field(default=None, init=False)
 
     reduces_in_graph = True
     needs_real_tensors = "DDP's reducer reads the memory of gradients"
@@ -145,15 +149,22 @@ class Ddp(ProcessGroupStrategy):
         return wrapped
 
     def leave_model(self) -> None:
-        self._wrapped = None
+        self._wrapped = self._accumulating = None
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
         if self._wrapped is not None:
-            return AccumulatingStep(step, self._wrapped)
+            self._accumulating = AccumulatingStep(step, self._wrapped)
+            return self._accumulating
         sent_as = None if self.compress == "none" else {"fp16": torch.float16, "bf16": torch.bfloat16}[self.compress]
         trained = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
         some_unused = None if context.run.compile.captures_step else self.find_unused_parameters
         return ReducingStep(step, trained, self.world.size, self.bucket_mb * 2**20, sent_as, some_unused)
+
+    def wrap_watched(self, step: Step, context: BuildContext) -> Step:
+        # Of two ranks the order of the sum is none. PowerSGD carries errors over, which no checkpoint has.
+        if self._accumulating is None or self.world.size < 3 or self.find_unused_parameters or self.compress == "powersgd":
+            return step
+        return BeginningStep(step, self._accumulating, context)
 
 
 def _reduces_in_step(context: BuildContext) -> bool:
@@ -191,6 +202,38 @@ class AccumulatingStep(WrappingStep):
             return
         if names := [name for name, p in self.model.module.named_parameters() if p.requires_grad and p.grad is None]:
             raise unused(names)
+
+
+@dataclass(eq=False)
+class BeginningStep(WrappingStep):
+    """Runs the first micro-batch once before it counts, so that a resumed run adds gradients as the unbroken one does.
+
+    DDP lays its buckets out anew after its first backward, in the order in which the gradients came. The layout decides in which
+    order more than two ranks are summed.
+    """
+
+    ranks: AccumulatingStep
+    context: BuildContext
+    begun: bool = False
+
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        if not self.begun:
+            self.begun = True
+            with _unchanged(self.context):
+                self.ranks.micro_batch(replace(batch, last=True), torch.zeros_like(loss_sum))
+            self.ranks.zero_grad()
+        self.inner.micro_batch(batch, loss_sum)
+
+
+@contextmanager
+def _unchanged(context: BuildContext) -> Iterator[None]:
+    """At the end of the context random streams, buffers, the sums of records and the loss's own state are as before."""
+    tensors = [(tensor, tensor.clone()) for tensor in (*context.model.buffers(), *context.parts().values())]
+    with streams.apart(), OwnState(find(context.loss.keeps())).untouched():
+        yield
+    with torch.no_grad():
+        for tensor, before in tensors:
+            tensor.copy_(before)
 
 
 @dataclass(eq=False)
