@@ -244,7 +244,9 @@ def test_all_ranks_stand_still_before_rank_0_reports(monkeypatch):
     assert ours.poll(LIMIT_S)
     facts = ours.recv()
     assert facts["global_batch"] == 4
-    assert list(notes_on([SimpleNamespace(label="precision=tf32", facts=facts)])) == ["precision=tf32: rounds nothing here"]
+    assert list(notes_on([SimpleNamespace(label="precision=tf32", facts=facts, blocks=[])])) == [
+        "precision=tf32: rounds nothing here"
+    ]
     assert updates == {0: 4, 1: 4, 2: 4}
     assert sorted(finished) == [0, 1, 2]
     ours.send(20)
