@@ -259,7 +259,38 @@ def test_a_narrow_layer_computes_as_its_widened_weight_does_and_is_merged_so(bit
     assert sorted(plain) == ["l.bias", "l.weight"]
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_base_in_16_bits_is_autocasts_own_and_keeps_no_second_copy(transposed):
+    """Autocast rounds float32 weights so in each forward; without autocast, it computes as rounded weights do."""
+    half, full = in_bits(16, transposed)
+    assert (half.weight.dtype, "weight" in dict(half.named_parameters())) == (torch.bfloat16, False)
+    plain = layers.LoraLinear.of(nn.Linear(12, 7), 3, 6.0, 0.0)
+    plain.load_state_dict({n: t for n, t in half.state_dict().items() if n in plain.state_dict() and n != "weight"}, strict=False)
+    plain.weight = nn.Parameter(full, requires_grad=False)
+    x = torch.randn(5, 12)
+    for kept in (False, True):
+        results, saved = [], []
+        if not kept:
+            plain.weight.data = full.bfloat16().float()
+        for layer in (half, plain):
+            given = x.clone().requires_grad_()
+            keeps = torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t)
+            with keeps, torch.autocast("cpu", torch.bfloat16, enabled=kept):
+                y = layer(given)
+            results.append([y, *torch.autograd.grad(y.float().square().sum(), [given, layer.lora_a, layer.lora_b])])
+            if layer is half:
+                of_weight = [t for t in saved if t.shape in (half.weight.shape, half.weight.T.shape)]
+                assert {t.untyped_storage().data_ptr() for t in of_weight} == {half.weight.untyped_storage().data_ptr()}
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    found = merged({f"l.{name}": tensor for name, tensor in half.state_dict().items()})
+    own = found["l.weight"].T if transposed else found["l.weight"]
+    assert own.dtype == torch.float32
+    torch.testing.assert_close(nn.functional.linear(x, own, found["l.bias"]), half(x))
+
+
 NARROW = [
+    ["adapter.base=bf16", "precision=bf16"],
     ["adapter.base=int8", "precision=bf16_pure"], ["adapter.base=nf4", "ema=ema", "checkpointing=blocks"],
     pytest.param(["adapter.base=nf4", "precision=bf16"], marks=pytest.mark.slow),
 ]  # fmt: skip
@@ -268,7 +299,7 @@ NARROW = [
 @pytest.mark.parametrize("more", NARROW, ids=" ".join)
 def test_a_narrow_base_trains_and_goes_on_with_the_same_bits(tiny, more):
     whole, _ = resumed(tiny(*VIT, "adapter=lora", "saving.every_updates=2", *more), 2, 4)
-    dtype = torch.int8 if "adapter.base=int8" in more else torch.uint8
+    dtype = {"bf16": torch.bfloat16, "int8": torch.int8, "nf4": torch.uint8}[more[0].removeprefix("adapter.base=")]
     assert tensors(whole)["blocks.0.attn.qkv.weight"].dtype == dtype
     assert evaluate(whole.run_dir).metrics["loss"] > 0
 

@@ -19,7 +19,7 @@ from drivetrain.core.step.modules import put_in_place
 if TYPE_CHECKING:
     from drivetrain.adapter.layers import LoraLinear
 
-BITS = {"int8": 8, "nf4": 4}  # of a frozen weight
+BITS = {"bf16": 16, "int8": 8, "nf4": 4}  # of a frozen weight
 
 
 class Adapter(Option, groups.Adapter):
@@ -39,8 +39,8 @@ class Lora(Adapter):
 
     `targets` are patterns of layers; null means every Linear that the forward calls, but the one that gives the outputs. That
     one trains as a whole, as far as no other layer shares its weight; `train_also` names other parameters instead. `weights` is a
-    folder of peft whose adapters are the start. With `base` int8 or nf4 the weights of the corrected layers are kept in 8 or 4
-    bits.
+    folder of peft whose adapters are the start. With `base` bf16, int8 or nf4 the weights of the corrected layers are kept in 16,
+    8 or 4 bits.
     """
 
     effect = "changes"
@@ -56,7 +56,7 @@ class Lora(Adapter):
         dropout: Momentum = 0.0,
         targets: Sequence[NamePattern] | None = None,
         train_also: Sequence[NamePattern] | None = None,
-        base: Literal["full", "int8", "nf4"] = "full",
+        base: Literal["full", "bf16", "int8", "nf4"] = "full",
         weights: str | None = None,
     ) -> None:
         self.base = base

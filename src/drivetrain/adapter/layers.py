@@ -26,11 +26,11 @@ from drivetrain.core.step.trees import Tree
 
 
 class NarrowProduct(torch.autograd.Function):
-    """x @ weightᵀ of a weight in 8 or 4 bits. The backward needs these alone, so that no wider weight is kept."""
+    """x @ weightᵀ of a weight in 16, 8 or 4 bits. The backward needs these alone, so that no wider weight is kept."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, levels: torch.Tensor | None
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, levels: torch.Tensor | None
     ) -> torch.Tensor:
         """The product, in the type of x."""
         ctx.save_for_backward(weight, scale, levels)
@@ -73,7 +73,12 @@ class LoraLinear(nn.Linear):
         return layer
 
     def narrow(self, bits: int) -> None:
-        """Keep the base's weight in 8 or 4 bits, (outputs, …) also where it was transposed, and its scales."""
+        """Keep the base's weight in bfloat16, or in 8 or 4 bits, (outputs, …) also where it was transposed, and its scales."""
+        if bits == 16:
+            half = self.weight.detach().bfloat16()
+            del self.weight  # it never trains
+            self.register_buffer("weight", half)
+            return
         weight, scale = narrowed(self.rows.detach(), bits)
         del self.weight  # it never trains, so that it is a buffer of the same name
         self.register_buffer("weight", weight)
@@ -93,12 +98,17 @@ class LoraLinear(nn.Linear):
         return linear(linear(x, self.lora_a), self.lora_b) * self.lora_scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weight.is_floating_point():
-            return linear(x, self.rows, self.bias) + self.correction(x)
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        if "weight" in self._parameters or self.weight.dtype == dtype:
+            return linear(x, self.rows, self.bias) + self.correction(x)
         product: Any = NarrowProduct.apply
-        y: torch.Tensor = product(x.to(dtype), self.weight, self.lora_weight_scale, self.lora_levels) + self.correction(x)
+        stored = (
+            (self.rows, None, None)
+            if self.weight.is_floating_point()
+            else (self.weight, self.lora_weight_scale, self.lora_levels)
+        )
+        y: torch.Tensor = product(x.to(dtype), *stored) + self.correction(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 

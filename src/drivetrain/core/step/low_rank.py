@@ -50,9 +50,14 @@ def narrowed(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def widened(
-    weight: torch.Tensor, scale: torch.Tensor, levels: torch.Tensor | None, inputs: int, dtype: torch.dtype
+    weight: torch.Tensor, scale: torch.Tensor | None, levels: torch.Tensor | None, inputs: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The weight (outputs, inputs) that `narrowed` made narrow, in this type; `levels` are those of 4 bits."""
+    """The weight (outputs, inputs) that `narrowed` made narrow, in this type; `levels` are those of 4 bits.
+
+    A weight in 16 bits has no scale.
+    """
+    if scale is None:
+        return weight.to(dtype)
     if levels is not None:
         weight = levels[torch.stack([weight & 15, weight >> 4], 2).flatten(1).int()]
     groups: torch.Tensor = weight.to(dtype).reshape(*scale.shape, -1) * scale.to(dtype).unsqueeze(2)
@@ -73,6 +78,6 @@ def merged(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         whole = whole + scale * (b @ a)
         if (magnitude := weights.get(f"{layer}dora_magnitude")) is not None:
             whole *= (magnitude.double() / row_norms(whole)).unsqueeze(1)
-        dtype = weights[f"{layer}lora_a"].dtype if steps is not None else weight.dtype
+        dtype = weights[f"{layer}lora_a"].dtype
         plain[f"{layer}weight"] = (whole.T.contiguous() if transposed else whole).to(dtype)
     return plain
