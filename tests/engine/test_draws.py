@@ -46,6 +46,15 @@ def test_ranks_workers_and_micro_batches_draw_as_one_process_does(weights):
     assert not torch.allclose(weights("runtime.seed=1"), alone, atol=1e-3)
 
 
+def test_an_update_is_the_mean_over_the_rows_that_came(weights, caplog):
+    """However it is split: a function that makes the batches leaves samples out, and no two parts lack as many."""
+    words = ("data.target=drawing_sets.Quiet", "data.collate=drawing_sets.some")
+    alone = weights(*words)
+    assert any("data.collate made" in line and "the mean over the rows that came" in line for line in caplog.messages)
+    assert torch.allclose(weights(*words, "batch=accumulate", "batch.accumulation_steps=3"), alone, atol=1e-6)
+    assert torch.allclose(weights(*words, "parallel=ddp", "parallel.nproc=2"), alone, atol=1e-6)
+
+
 NOISY = ("data.target=drawing_sets.Nothing", "model.kwargs={noise: 0.3}", "data.validation=0.2")
 
 

@@ -129,6 +129,12 @@ def noisy(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return x + np.random.rand(*x.shape).astype(np.float32), torch.tensor([y for _, y in samples])
 
 
+def some(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leave every other sample out of the second half of the set, as a function does whose files are broken."""
+    kept = [(x, y) for x, y in samples if (number := round(53 * (float(x[0]) - y))) < 26 or number % 2]
+    return torch.stack([x for x, _ in kept]), torch.tensor([y for _, y in kept])
+
+
 class Net(torch.nn.Module):
     """A linear network, whose outputs draw in evaluations too where `noise` is not 0."""
 

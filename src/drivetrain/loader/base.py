@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from functools import cache, lru_cache, partial
 from itertools import starmap
 from typing import Annotated, ClassVar, NamedTuple, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from annotated_types import Ge, Le
 
@@ -320,24 +320,30 @@ class Loader(Option, groups.Loader):
         return MicroBatch(x, y, weigh(weight), request.last, request.epoch_end, request.seconds, request.ready, not weight)
 
 
-_said: WeakKeyDictionary[OwnCode, str] = WeakKeyDictionary()
+_said: WeakSet[OwnCode] = WeakSet()
 
 
 def rows_counted(batches: Iterator[ReadBatch], code: OwnCode) -> Iterator[ReadBatch]:
-    """Yield the batches, and say in the end where they had another number of rows than samples were asked for."""
+    """Yield the batches; say once, after an epoch or an evaluation, where they had another number of rows than samples."""
     asked = came = 0
+
+    def say() -> None:
+        if asked != came and code not in _said and code.keeps().get("data.collate") is not None:
+            _said.add(code)
+            said = "data.collate made %s rows of %s samples: an update is the mean over the rows that came"
+            logger.warning(said, f"{came:,}", f"{asked:,}")
+
     try:
         for x, y, request in batches:
             rows = next((len(leaf) for leaf in trees.leaves(y) if leaf.ndim), 1)
             if not rows:
                 raise DataError(f"data.collate made no row of the samples {request.indices[:4].tolist()} …: let one of them stay")
             asked, came = asked + len(request.indices_to_read()), came + rows
+            if request.epoch_end:
+                say()
             yield x, y, request
     finally:
-        said = f"data.collate made {came:,} rows of {asked:,} samples: an update is the mean over the rows that came"
-        if asked != came and code.keeps().get("data.collate") is not None and _said.get(code) != said:
-            _said[code] = said
-            logger.warning("%s", said)
+        say()
 
 
 def in_memory_format(x: Tree, memory_format: torch.memory_format, views: int = 1) -> Tree:
