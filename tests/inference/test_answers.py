@@ -49,7 +49,7 @@ def run(made, monkeypatch):
 def predicted(capsys, *words: str) -> list[dict[str, str]]:
     code = main(["predict", *map(str, words)])
     out = capsys.readouterr()
-    assert code == (1 if "could not be read" in out.err else 0), out.err
+    assert code == (1 if "have no answer" in out.err else 0), out.err
     return list(csv.DictReader(out.out.splitlines()))
 
 

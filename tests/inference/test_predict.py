@@ -26,7 +26,9 @@ from drivetrain.data.own import OwnDataset
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.finished import MODEL_ALONE
 from drivetrain.inference.inputs import SampleBlock, read_in_batches
+from drivetrain.inference.loaded import LoadedRun
 from drivetrain.inference.predict import output
+from drivetrain.inference.predictions import Predictions
 from drivetrain.launch.job import checked
 from tests.support import command
 
@@ -112,7 +114,7 @@ def test_a_folder_of_images_with_a_broken_one(digits, tmp_path, images, capsys):
     assert [row["label"] for row in found if not row["error"]] == [expected.labels[n] for n in (0, 1, 3, 4, 5)]
     told = capsys.readouterr().err
     assert "5 of 7 predictions, " in told
-    assert "2 of the inputs could not be read" in told
+    assert "2 of the inputs have no answer" in told
 
 
 def test_a_file_that_is_no_image_is_refused_where_the_run_reads_images(digits, tmp_path, images, capsys):
@@ -437,3 +439,43 @@ def test_a_dict_from_python_and_exports(finished, tmp_path, refused):
     assert main.main(["export", str(result.run_dir), str(tmp_path / "w.safetensors")]) == 0
     assert "takes models of one input tensor" in refused("export", result.run_dir, "m.onnx", "--format", "onnx")
     assert "there is no such file" in refused("predict", result.run_dir, "p.png")
+
+
+def test_an_answer_is_a_number_or_says_why_not(digits, tmp_path, images, capsys, monkeypatch):
+    """Inputs are looked at after the conversion to float32, and every output too."""
+    given = np.repeat(images[:1].astype("f8"), 5, 0)
+    for n, value in enumerate((np.nan, np.inf, 3.5e38, 1e308)):
+        given[n, 0, 3, 3] = value
+    np.save(tmp_path / "x.npy", given)
+    assert predict(digits, tmp_path / "x.npy", "--out", tmp_path / "p.csv") == 1
+    found = rows(tmp_path / "p.csv")
+    assert [("beyond float32" in row["error"], row["label"]) for row in found] == [(True, "")] * 4 + [(False, "0")]
+    assert "4 of the inputs have no answer" in capsys.readouterr().err
+
+    def diverged(self, x):
+        return Predictions.of(torch.full((len(x), 10), torch.nan), "class", self.classes)
+
+    monkeypatch.setattr(LoadedRun, "predict_ready", diverged)
+    np.save(tmp_path / "x.npy", images)
+    assert predict(digits, tmp_path / "x.npy", "--out", tmp_path / "p.csv") == 1
+    assert all("the model's answer is not a number" in row["error"] and not row["label"] for row in rows(tmp_path / "p.csv"))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (np.zeros((0, 1, 8, 8), "f4"), "holds no samples"),
+        (np.zeros((2, 1, 8, 8), "c8"), "holds complex numbers"),
+    ],
+)
+def test_arrays_without_samples_and_complex_ones_are_refused(digits, tmp_path, given, says, capsys):
+    np.save(tmp_path / "x.npy", given)
+    assert predict(digits, tmp_path / "x.npy") == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_number_beyond_float32_is_refused_by_its_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("t.csv").write_text("age,label\n" + "".join(f"{'3.5e38' if i == 7 else i},{'xy'[i % 2]}\n" for i in range(40)))
+    assert main.main(["train", "data=tabular", "data.path=t.csv", "data.target=label", "model=mlp"]) == 2
+    assert "t.csv:9: the column age holds a number that is infinite or beyond float32" in capsys.readouterr().err

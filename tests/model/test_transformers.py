@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_type_hints
@@ -302,3 +304,26 @@ def test_a_recipe_may_set_numbers_and_plain_names_of_a_config(key, value, allowe
     hint = get_type_hints(option.Transformers, include_extras=True)["config"]
     problem = rules.problem(hint, {key: value})
     assert (problem == "") == allowed, problem
+
+
+def _set(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (partial(_set, transformers_weights="adapter_model.bin"), "nothing but"),
+        (partial(_set, num_hidden_layers=10**6), "at most 10,000 layers"),
+        (lambda path: path.write_text("[" * 100_000), "config.json cannot be read: it is nested too deep"),
+        (lambda path: path.write_bytes(b" " * (65 << 20)), "config.json cannot be read: it is larger than 64 MB"),
+        (lambda path: (path.unlink(), path.mkdir()), "config.json cannot be read: it is no ordinary file"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "config.json cannot be read: it is no ordinary file"),
+        (lambda path: (path.parent / "adapter_config.json").write_text("{}"), "is an adapter beside the model's own weights"),
+    ],
+)  # fmt: skip
+def test_a_folder_of_a_stranger_says_what_is_wrong_with_it(folder, spoil, says):
+    """Nothing but JSON and safetensors is read, whatever config.json names."""
+    spoil(folder / "config.json")
+    with pytest.raises(UserError, match=re.escape(says)):
+        option.Transformers(name=str(folder), pretrained=True)._given_config()

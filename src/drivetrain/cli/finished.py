@@ -154,7 +154,7 @@ def _predict(given: argparse.Namespace) -> int:
         echo(f"{unknown:,} rows have a value of {name} that no training row has: it counts as none", file=sys.stderr)
     if unreadable:
         more = f" and {unreadable - 1} more" if unreadable > 1 else ""
-        echo(f"error: {unreadable} of the inputs could not be read: {why}{more}", file=sys.stderr)
+        echo(f"error: {unreadable} of the inputs have no answer: {why}{more}", file=sys.stderr)
     return FAILED if unreadable else DONE
 
 
@@ -231,7 +231,7 @@ drivetrain predict RUN INPUT … [--out FILE] [key=value] …      labels and pr
 
 Inputs are resized, encoded and normalised as in the run's evaluation. One that cannot be read gets a row with the reason.
 
-exit codes: 0 done · 1 some inputs could not be read · 2 nothing was predicted
+exit codes: 0 done · 1 some inputs have no answer · 2 nothing was predicted
 """, {
     "--out": FILE, "--data": SPLITS, "--batch": NUMBER, "--stop": {"action": "append"}, "--max-tokens": NUMBER,
     "--temperature": {"type": float}, "--seed": NUMBER,

@@ -52,6 +52,7 @@ SHOWN, FIRST_ROWS = 3, 100  # values of a column that are named, and rows that g
 FEW_ROWS = 20  # of which nothing is said to look wrong
 NUMBER = "number"
 BOOLEAN = "boolean"
+LARGEST = 3.4028234663852886e38  # of float32, in which models compute
 
 
 @dataclass
@@ -234,12 +235,15 @@ class TableSchema:
         return Column(name, "category")
 
     def read(self, cells: Cells) -> Cells:
-        """Return the values of the columns that the cells have. Raises DataError, also for an infinite number."""
+        """Return the values of the columns that the cells have. Raises DataError, also for a number beyond float32."""
         values = {name: column.read(cells) for name, column in self.columns.items() if name in cells.columns}
         for name, found in values.items():
-            if not isinstance(found, Words) and np.isinf(found).any():
-                row = int(np.isinf(found).reshape(len(found), -1).any(1).argmax())
-                raise DataError(f"{cells.place(row)}: the column {name} holds an infinite number: mend it, or add it to data.na")
+            if not isinstance(found, Words) and (beyond := np.abs(found) > LARGEST).any():
+                row = int(beyond.reshape(len(found), -1).any(1).argmax())
+                raise DataError(
+                    f"{cells.place(row)}: the column {name} holds a number that is infinite or beyond float32 "
+                    f"({LARGEST:.1e}): mend it, or add it to data.na"
+                )
         return Cells(values, cells.source, cells.lines, cells.numbers)
 
     def learn(self, rows: Cells, names: Sequence[str], normalize: bool) -> None:

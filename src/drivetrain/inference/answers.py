@@ -12,7 +12,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.step import rng
 from drivetrain.data import Data
 from drivetrain.inference.inputs import PredictedSample
-from drivetrain.inference.predict import Outputs
+from drivetrain.inference.predict import NO_ANSWER, Outputs
 
 STREAM = 15  # of the random numbers that answers are drawn by
 
@@ -49,7 +49,7 @@ class Answers(Outputs):
         if able:
             answers = self._written([sample.x for sample in able.values()], torch.tensor([*able]))
             for sample, answer in zip(able.values(), answers, strict=True):
-                sample.row = {"answer": answer}
+                sample.row, sample.error = ({"answer": answer}, None) if answer is not None else ({}, NO_ANSWER)
 
     def _problem(self, prompt: torch.Tensor) -> str | None:
         left = self.most if self._positions is None else self._positions - len(prompt)
@@ -59,8 +59,8 @@ class Answers(Outputs):
             return f"the prompt has {len(prompt)} of the model's {self._positions} positions: give --max-tokens {left} or less"
         return f"the prompt has {len(prompt)} tokens, and the model {self._positions} positions: shorten it"
 
-    def _written(self, prompts: Sequence[torch.Tensor], numbers: torch.Tensor) -> list[str]:
-        """The answers to prompts, padded on the left."""
+    def _written(self, prompts: Sequence[torch.Tensor], numbers: torch.Tensor) -> list[str | None]:
+        """The answers to prompts, which are padded on the left; None where the model's outputs are no numbers."""
         from transformers import GenerationConfig
 
         device, longest = self.loaded.device, max(map(len, prompts))
@@ -74,7 +74,8 @@ class Answers(Outputs):
             out: Any = self.loaded.model.generate(  # type: ignore[operator]
                 ids, attention_mask=mask, generation_config=config, logits_processor=[drawing], stopping_criteria=[ending]
             )
-        return [self._cut(self._texts(row.tolist())) for row in out[:, longest:]]
+        numbers = drawing.are_finite.tolist()
+        return [self._cut(self._texts(row.tolist())) if n else None for n, row in zip(numbers, out[:, longest:], strict=True)]
 
     def _cut(self, text: str) -> str:
         return text[: min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=len(text))]
@@ -89,7 +90,11 @@ class Drawing:
     numbers: torch.Tensor  # (n,) of the prompts
     begin: int  # the length of the prompts
 
+    def __post_init__(self) -> None:
+        self.are_finite = torch.ones_like(self.numbers, dtype=torch.bool)  # (n,) whose likeliest token always had a number
+
     def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        self.are_finite &= logits.amax(1).isfinite()
         if not self.temperature:
             return logits
         keys = rng.keys(self.seed, ids.shape[1] - self.begin, self.numbers, STREAM).unsqueeze(1)

@@ -82,6 +82,8 @@ def _of_file(path: Path, transforms: Transforms, size: int) -> Iterable[SampleBl
         return starmap(_block, transforms.read_inputs(path, size))
     if path.suffix.lower() in ARRAYS:
         rows = transforms.as_samples(_read_array(path), str(path))
+        if not len(rows):
+            raise UserError(f"{path} holds no samples: its shape is {tuple(rows.shape)}")
         names = [f"{path}[{n}]" for n in range(len(rows))] if len(rows) > 1 else [str(path)]
         return [_block(names[n : n + size], rows[n : n + size].__getitem__) for n in range(0, len(names), size)]
     if transforms.tokens:

@@ -11,7 +11,7 @@ import torch
 
 from drivetrain.config import validate as check
 from drivetrain.core.errors import UserError
-from drivetrain.core.machine import isolation
+from drivetrain.core.machine import isolation, torch_patches
 from drivetrain.core.step.target_kinds import DESCRIPTIONS, TargetKind
 from drivetrain.core.step.trees import Tree, described, first
 from drivetrain.core.world import World
@@ -83,7 +83,8 @@ class LoadedRun:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """A context in which the model computes as in the run's own evaluation."""
-        with isolation.isolated(self._settings), torch.no_grad(), self._precision.autocast():
+        wide = torch_patches.wide_convolutions(self.device)
+        with isolation.isolated(self._settings), torch.no_grad(), wide, self._precision.autocast():
             yield
 
     def example(self) -> Tree:

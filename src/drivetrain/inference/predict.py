@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.step.trees import leaves
 from drivetrain.inference.inputs import PredictedSample, SampleBlock, grouped, read_in_batches
 from drivetrain.inference.loaded import LoadedRun
 from drivetrain.ui.output import PlainStream, writing
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, object]
 Write = Callable[[Sequence[Row]], object]  # of rows, all of which have the same columns
+NO_NUMBER = "an input is not a number, infinite, or beyond float32: mend it"
+NO_ANSWER = "the model's answer is not a number or infinite, though its inputs are finite: its weights may have diverged"
 AS_FLOATS = ("p_", "prob", "value")  # what the names of columns of numbers begin with
 
 
@@ -40,8 +44,12 @@ class Outputs:
     def predict(self, batch: Sequence[PredictedSample]) -> None:
         """Set the row of each sample that could be read; one that cannot be predicted gets an error."""
         for samples, x in grouped(batch):
-            for sample, row in zip(samples, self.loaded.predict_ready(self.loaded.transforms(x)).rows(), strict=True):
-                sample.row = row
+            ready = self.loaded.transforms(x)
+            found = self.loaded.predict_ready(ready)
+            numbers = [t.reshape(len(t), -1).isfinite().all(1).tolist() for t in leaves(ready) if t.is_floating_point()]
+            can = map(all, zip(*numbers, strict=True)) if numbers else repeat(True)
+            for sample, row, given, answered in zip(samples, found.rows(), can, found.are_finite.tolist(), strict=False):
+                sample.row, sample.error = (row, None) if given and answered else ({}, NO_ANSWER if given else NO_NUMBER)
 
 
 @contextmanager
@@ -139,7 +147,7 @@ def predict_all(
 ) -> tuple[int, str]:
     """Predict blocks, about `size` samples at a time, and write a row for each; `show` is called with the number of predictions.
 
-    Return how many inputs could not be read, and why the first of them could not.
+    Return how many inputs have no answer, and why the first of them has none.
     """
     empty, name_target, done, unreadable, why = dict.fromkeys(predictor.columns()), predictor.loaded.name_target, 0, 0, ""
     for batch in read_in_batches(blocks, size):

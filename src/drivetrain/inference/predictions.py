@@ -49,6 +49,12 @@ class Predictions:
             ]
         return [self.classes[n] for n in self.probabilities.argmax(-1).tolist()]
 
+    @property
+    def are_finite(self) -> torch.Tensor:
+        """Which samples' answers are numbers, bool (n,)."""
+        found = torch.as_tensor(self.labels) if self.probabilities is None else self.probabilities
+        return found.reshape(len(found), -1).isfinite().all(1)
+
     def rows(self) -> Iterator[JsonObject]:
         """The columns of each sample's row in a table, in their order."""
         if self.probabilities is None:

@@ -51,6 +51,8 @@ class Transforms:
         if self.shape is None:
             raise UserError(f"{name} is one tensor, and the inputs of a sample are several: use drivetrain.load in Python")
         given, wanted = tuple(x.shape), tuple(self.shape)
+        if x.is_complex():
+            raise DataError(f"{name} holds complex numbers, and the model takes real ones: give their parts or their size")
         if self.tokens:
             if x.ndim not in (1, 2) or x.shape[-1] > wanted[0]:
                 raise DataError(f"{name} has the shape {given}, and the model takes (n, up to {wanted[0]}) tokens: cut it")

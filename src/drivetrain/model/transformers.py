@@ -21,6 +21,7 @@ from drivetrain.model.base import NO_START, Model
 
 KEPT = "model_config.json"  # in the run's directory: the model is built again without the folder or the hub
 TOKENIZER = "tokenizer.json"
+MOST_LAYERS = 10_000  # of a model that a config.json names
 PADDING = 0  # pads texts that have a class, where their tokens are not those of the model's own tokenizer
 HEADS = {  # head → the class of transformers that has it, and what it gives
     "sequence": ("AutoModelForSequenceClassification", "outputs for each text"),
@@ -100,7 +101,7 @@ class Transformers(Model):
 
     def tokenizer_files(self) -> tuple[Path, Mapping[str, Any]]:
         file, template = self._file("tokenizer_config.json"), self._file("chat_template.jinja")
-        settings = files.read_json(file) if file.is_file() else {}
+        settings = _read_json(file) if file.is_file() else {}
         if template.is_file():
             settings["chat_template"] = files.read_text(template)
         return self._file(TOKENIZER), settings
@@ -150,7 +151,7 @@ class Transformers(Model):
         assert head is not None
         resumed = context.parallel.broadcast_object(context.resumed)
         if (resumed or not context.trains) and kept.is_file():
-            config = _config_of(files.read_json(kept), str(kept), {})
+            config = _config_of(_read_json(kept), str(kept), {})
         else:
             config = self._given_config()
             self._fit(config, head, context, first(inputs))
@@ -213,9 +214,14 @@ class Transformers(Model):
         name, place = str(self.name), Path(self.place())
         if name in CONFIG_MAPPING_NAMES and not self.pretrained and not place.is_dir():
             return _config_of({"model_type": name}, f"model.name={name}", self.config)
-        if not (file := self._file("config.json")).is_file():
+        if not (file := self._file("config.json")).exists():
             raise UserError(f"model.name={name} has no config.json: give a folder that save_pretrained wrote")
-        return _config_of(files.read_json(file), f"model.name={name}", self.config)
+        if self.pretrained and (adapter := self._file("adapter_config.json")).exists():
+            raise UserError(
+                f"{adapter} is an adapter beside the model's own weights: move it and adapter_model.safetensors to a folder of "
+                "their own, which adapter.weights may name"
+            )
+        return _config_of(_read_json(file), f"model.name={name}", self.config)
 
     def _file(self, name: str) -> Path:
         """The file of this name in the folder, or of the hub's model in the cache; it need not exist. Raises UserError."""
@@ -332,6 +338,14 @@ def _logits(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return output if kwargs.get("return_dict") else output.logits
 
 
+def _read_json(file: Path) -> Any:
+    """Read a file of a model's folder, which anybody may have made. Raises UserError, which says what is wrong with it."""
+    try:
+        return files.read_json(file.resolve())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
 def _config_of(content: Any, where: str, given: Mapping[str, Any]) -> Any:
     """The config of a file's content, with the values that are given in place of its own. Raises UserError."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
@@ -339,6 +353,13 @@ def _config_of(content: Any, where: str, given: Mapping[str, Any]) -> Any:
     kind = str(content.get("model_type")) if isinstance(content, dict) else ""
     if kind not in CONFIG_MAPPING_NAMES:
         raise UserError(f"{where}: its config.json names no architecture of transformers (model_type is {kind!r})")
+    if not str(named := content.get("transformers_weights") or ".safetensors").endswith(
+        (".safetensors", ".safetensors.index.json")
+    ):
+        raise UserError(f"{where}: its config.json names the weights {named!r}, and nothing but *.safetensors is read")
+    layers = {key: n for key, n in content.items() if "layer" in key and isinstance(n, int) and n > MOST_LAYERS}
+    if layers:
+        raise UserError(f"{where}: its config.json has {layers}, and at most {MOST_LAYERS:,} layers are built")
     cls = CONFIG_MAPPING[kind]
     with _errors_of(where):
         known = [key for key in (*cls().to_dict(), *cls.attribute_map, "num_labels") if not key.startswith("_")]

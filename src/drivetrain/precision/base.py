@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Protocol
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import import_torchao, torch
-from drivetrain.core.machine.torch_patches import wrap_forward
+from drivetrain.core.machine import torch_patches
 from drivetrain.core.options import groups
 from drivetrain.core.options.option import BuildContext, Count, Effect, Option, Positive, RunSpec, needs_extra
 from drivetrain.core.step.trees import Tree
@@ -66,6 +66,7 @@ class Precision(Option, groups.Precision):
     def setup(self, context: BuildContext) -> None:
         """Store the device that the step runs on. Where every tensor is float32, every product is computed in it too."""
         self._device = context.device
+        context.on_exit.enter_context(torch_patches.wide_convolutions(context.device))
         if self.full_float32:
             set_precision("highest", tf32_convolutions=False)
 
@@ -156,7 +157,8 @@ class Tf32(Precision):
 class Bf16(Precision):
     """bfloat16 autocast: float32's range in 16 bits, so no loss scaling.
 
-    On a CPU, layers whose 16-bit kernels are slow stay in float32: that is measured, once, before training.
+    On a CPU convolutions stay in float32, and so does everything where 16-bit products are slow: that is measured, once,
+    before training.
     """
 
     effect = "close"
@@ -181,25 +183,20 @@ class Bf16(Precision):
 
     def convert(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
         if self._device.type == "cpu" and self.looks_for_slow_layers:
-            self._keep_slow_layers_in_float32(model, example)
-            if self._dtype == torch.bfloat16:
-                for line in cpu_half.without_strides(model, example):
-                    logger.info(line)
+            self._keep_in_float32(model, example)
         return model
 
-    def _keep_slow_layers_in_float32(self, model: torch.nn.Module, example: Tree) -> None:
+    def _keep_in_float32(self, model: torch.nn.Module, example: Tree) -> None:
         """Measure on this CPU what 16 bits cost. What is too slow for one rank is for all: they must compute alike."""
         ranks = self._parallel.gather_object(cpu_half.measure(model, example, self._dtype))
-        slowest = cpu_half.Slowness(*self._parallel.broadcast_object([max(times) for times in zip(*ranks, strict=True)]))
-        says = f"in float32: on this CPU {self.dtype} takes {{:.0f}} times as long"
-        if slowest.matrices > cpu_half.LIMIT:
-            self._in_float32, self._notice = "everything", f"everything stays {says}".format(slowest.matrices)
+        slowest = self._parallel.broadcast_object(max(ranks))
+        if slowest > cpu_half.LIMIT:
+            self._in_float32 = "everything"
+            self._notice = f"everything stays in float32: on this CPU {self.dtype} takes {slowest:.0f} times as long"
             self._autocast = torch.autocast(self._device.type, enabled=False)
-        elif slowest.convolutions > cpu_half.LIMIT:
-            self._in_float32, self._notice = "convolutions", f"convolutions stay {says}".format(slowest.convolutions)
-            for module in model.modules():
-                if isinstance(module, torch.nn.modules.conv._ConvNd):
-                    _run_in_float32(module)
+        elif any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in model.modules()):
+            self._in_float32 = "convolutions"
+            self._notice = "convolutions stay in float32, as on every CPU: torch's gradients in 16 bits are slow or wrong there"
         if self._notice:
             logger.info("%s", self._notice)
 
@@ -310,19 +307,6 @@ class Amp(Bf16):
             self.scaler.load_state_dict({**state, "growth_interval": self.growth_interval})  # a setting of the config, not state
         for name, saved in state.get("phases", {}).items():
             self._phases[name].load_state_dict(saved)
-
-
-def _run_in_float32(module: torch.nn.Module) -> None:
-    """Make a module's forward run in float32 under autocast."""
-
-    def wrapped(forward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        def in_float32(x: torch.Tensor) -> torch.Tensor:
-            with torch.autocast(x.device.type, enabled=False):
-                return forward(x.float())
-
-        return in_float32
-
-    wrap_forward(module, wrapped)
 
 
 ROCM = (9, 4)  # AMD's first architecture with float8 products, gfx942

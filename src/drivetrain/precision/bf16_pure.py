@@ -14,7 +14,6 @@ from drivetrain.core.options.option import BuildContext, RunSpec
 from drivetrain.core.step.modules import replace_parameters
 from drivetrain.core.step.trees import Tree, map_tensors
 from drivetrain.core.typed import StateDict
-from drivetrain.precision import cpu_half
 from drivetrain.precision.base import OptimizerOption, Precision
 
 P = ParamSpec("P")
@@ -58,9 +57,6 @@ class Bf16Pure(Precision):
         self._generator = torch.Generator(self._device).manual_seed(torch.initial_seed())  # the same rounding on every rank
 
     def convert(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
-        if self._device.type == "cpu":
-            for line in cpu_half.without_strides(model, example):
-                logger.info(line)
         norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
         in_float32 = {id(p) for m in norms for p in m.parameters(recurse=False)}
         converted = {n: p for n, p in model.named_parameters() if p.is_floating_point() and id(p) not in in_float32}

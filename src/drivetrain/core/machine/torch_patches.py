@@ -5,6 +5,7 @@ Each function says why, torch's issue where there is one, and what ends it: test
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -145,3 +146,53 @@ def threads_set_by(function: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         vars(torch)["set_num_threads"] = before
+
+
+CONVOLUTIONS = (*(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)), "conv_tbc", "convolution")
+_users = 0  # open contexts of `wide_convolutions` on a CPU: several runs of a process end in any order
+
+
+@contextmanager
+def wide_convolutions(device: torch.device) -> Iterator[None]:
+    """Within the context convolutions on a CPU compute in float32 where they would in 16 bits, and some of volumes in float64.
+
+    oneDNN's bfloat16 gradients of weights read and write memory outside of their operands (torch 2.15, oneDNN 3.13), and those
+    in float32 are wrong where a kernel is larger than the volume: torch has native kernels for float64. Convolutions of which
+    `python -m bench.kernels` finds none wrong on a CPU with AVX-512 end this.
+    """
+    import torch  # itself, where others look functions up
+    from torch.nn import functional
+
+    global _users
+    places = [vars(torch), vars(functional)] if device.type == "cpu" else []
+    for place in places if not _users else ():
+        place.update({name: _wide(place[name]) for name in CONVOLUTIONS if name in place})
+    _users += bool(places)
+    try:
+        yield
+    finally:
+        _users -= bool(places)
+        for place in places if not _users else ():
+            place.update({name: place[name].__wrapped__ for name in CONVOLUTIONS if name in place})
+
+
+def _wide(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(own)
+    def convolution(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *args: object, **kwargs: object
+    ) -> torch.Tensor:
+        cast = torch.is_autocast_enabled("cpu")
+        large = weight.dim() == 5 and any(k > n for k, n in zip(weight.shape[2:], input.shape[-3:], strict=True))
+        if (
+            input.device.type != "cpu"
+            or input.dtype.is_complex
+            or input.dtype.itemsize > 4
+            or not (cast or large or input.dtype.itemsize == 2)
+        ):
+            return own(input, weight, bias, *args, **kwargs)
+        dtype = torch.float64 if large else torch.float32
+        with torch.autocast("cpu", enabled=False):
+            out = own(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), *args, **kwargs)
+        return out.to(torch.float32 if cast else input.dtype)
+
+    return convolution
