@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -251,3 +252,16 @@ def test_text_from_outside_is_text(tmp_path):
     assert not re.search(r"(?<!\\)[<&]", bare), bare
     assert "\u202e" not in body
     assert "\x1b" not in body
+
+
+@pytest.mark.parametrize("kind", [".pt2", ".ts"])
+def test_a_full_disk_is_said_and_leaves_nothing(digits, tmp_path, kind, monkeypatch, capsys):
+    """torch's own writers end the process there."""
+
+    def full(self, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert main.main(["export", str(digits.run_dir), str(tmp_path / f"m{kind}")]) == 2
+    assert f"m{kind} cannot be written: No space left on device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

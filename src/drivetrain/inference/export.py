@@ -114,7 +114,7 @@ def _write_program(loaded: LoadedRun, path: Path, kind: str, with_normalize: boo
     with _atomic(path) as temporary, torch.no_grad():
         try:
             write(program, example.contiguous(), temporary, manifest.as_metadata(about))
-        except UserError:
+        except (UserError, OSError):
             raise
         except Exception as error:  # an exporter refuses what it cannot express, in its own words
             lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -199,8 +199,9 @@ def _without_messages() -> Iterator[None]:
 def _write_exported_program(model: torch.nn.Module, example: torch.Tensor, path: Path, about: Mapping[str, str]) -> None:
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(model, (example,), dynamic_shapes=({0: batch},))
-    with path.open("wb") as file:  # torch insists on its own suffix in a name
-        torch.export.save(program, file, extra_files=dict(about))
+    written = io.BytesIO()  # a disk that is full ends the process within torch's own writer
+    torch.export.save(program, written, extra_files=dict(about))
+    path.write_bytes(written.getbuffer())
 
 
 def _read_exported_program(path: Path) -> Run:
@@ -210,7 +211,9 @@ def _read_exported_program(path: Path) -> Run:
 
 def _write_torchscript(model: torch.nn.Module, example: torch.Tensor, path: Path, about: Mapping[str, str]) -> None:
     traced = torch.jit.trace(model, example, check_trace=False)
-    torch.jit.save(traced, str(path), _extra_files=dict(about))
+    written = io.BytesIO()
+    torch.jit.save(traced, written, _extra_files=dict(about))
+    path.write_bytes(written.getbuffer())
 
 
 def _read_torchscript(path: Path) -> Run:
