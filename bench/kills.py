@@ -49,6 +49,8 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "parallel": {
         **{name: (f"parallel={name}",) for name in ("single", "ddp", "fsdp", "pipeline")},
         "split": ("parallel=split", "parallel.devices=[cpu,cpu]"),
+        **{f"{name} of 4": (f"parallel={name}", "parallel.nproc=4") for name in ("ddp", "fsdp")},
+        "pipeline of 4": ("parallel=pipeline", "parallel.nproc=4", "parallel.stages=2"),
     },
     "precision": {name: (f"precision={name}",) for name in ("fp32", "bf16", "amp", "bf16_pure")},
     "saving": {

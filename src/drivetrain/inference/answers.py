@@ -74,8 +74,8 @@ class Answers(Outputs):
             out: Any = self.loaded.model.generate(  # type: ignore[operator]
                 ids, attention_mask=mask, generation_config=config, logits_processor=[drawing], stopping_criteria=[ending]
             )
-        numbers = drawing.are_finite.tolist()
-        return [self._cut(self._texts(row.tolist())) if n else None for n, row in zip(numbers, out[:, longest:], strict=True)]
+        are_finite = drawing.are_finite.tolist()
+        return [self._cut(self._texts(row.tolist())) if n else None for n, row in zip(are_finite, out[:, longest:], strict=True)]
 
     def _cut(self, text: str) -> str:
         return text[: min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=len(text))]
