@@ -48,7 +48,14 @@ def test_ranks_workers_and_micro_batches_draw_as_one_process_does(weights):
 
 def test_an_update_is_the_mean_over_the_rows_that_came(weights, caplog):
     """However it is split: a function that makes the batches leaves samples out, and no two parts lack as many."""
-    words = ("data.target=drawing_sets.Quiet", "data.collate=drawing_sets.some")
+    words = (
+        "data.target=drawing_sets.Quiet",
+        "metrics=[]",
+        "data.collate=drawing_sets.some",
+        "data.targets=values",
+        "data.classes=1",
+        "loss=mse",
+    )
     alone = weights(*words)
     assert any("data.collate made" in line and "the mean over the rows that came" in line for line in caplog.messages)
     assert torch.allclose(weights(*words, "batch=accumulate", "batch.accumulation_steps=3"), alone, atol=1e-6)

@@ -132,7 +132,7 @@ def noisy(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
 def some(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Leave every other sample out of the second half of the set, as a function does whose files are broken."""
     kept = [(x, y) for x, y in samples if (number := round(53 * (float(x[0]) - y))) < 26 or number % 2]
-    return torch.stack([x for x, _ in kept]), torch.tensor([y for _, y in kept])
+    return torch.stack([x for x, _ in kept]), torch.tensor([[float(y)] for _, y in kept])
 
 
 class Net(torch.nn.Module):
