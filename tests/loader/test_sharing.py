@@ -270,7 +270,10 @@ def read(loader: Loader, work: Pipeline, epochs: int = 1) -> torch.Tensor:
     return torch.cat([(each.x == each.y.unsqueeze(1)).all(1) for each in batches])
 
 
-@pytest.mark.parametrize("name", LOADERS)
+FEW = ("workers(1)", "threads(3)", "resident")  # those that the normal suite asks
+
+
+@pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in LOADERS])
 @pytest.mark.parametrize("kind", [*NOT_BY_THREADS, Server, *BY_ALL])
 def test_every_loader_reads_right_or_refuses(kind, name, path, monkeypatch):
     monkeypatch.setattr("drivetrain.loader.auto.ROUNDS", 1)
