@@ -170,6 +170,11 @@ def _resolve(run: RunSpec, made: Mapping[str, Sequence[Option | None]]) -> Itera
         yield from resolved
 
 
+def problems_of(run: RunSpec) -> list[str]:
+    """The problems that the rules of a run's options find."""
+    return _broken_rules(run, [*options_of(run)], None)
+
+
 def _broken_rules(run: RunSpec, options: Sequence[Option], used: Collection[str] | None) -> list[str]:
     """The problems that options' rules find; a rule that asks for an option or a value that is wrong says nothing."""
     problems: list[str] = []

@@ -75,6 +75,7 @@ class Splits(groups.Splits):
     units: Units | None = None  # of target values that were standardised
     files: Mapping[str, str] = field(default_factory=dict)  # name → text, kept in the run's directory: a tokenizer, …
     example: Tree | None = None  # the inputs of two samples; None: of this shape and type
+    call: Tree | None = None  # the arguments of a loss's own call of the model; None: it is called with the inputs
     pixels: Range | None = None  # of the values of image files of more than 8 bits, or those that the user gave
     images: str | None = None  # the key of the images, where inputs are a dict: they are augmented and normalised
     validation: Source | Mapping[str, Source] | None = None  # None: there is none, and a run selects on the test set

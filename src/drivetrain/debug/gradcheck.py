@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
@@ -17,9 +17,9 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.machine import isolation
 from drivetrain.core.options.groups import Loss
 from drivetrain.core.options.option import BuildContext, Count, Positive, RunSpec
-from drivetrain.core.step.microbatch import MicroBatch, Request
+from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.step.source import PipelineParts
-from drivetrain.core.step.trees import Tree, call, cast, to
+from drivetrain.core.step.trees import Tree, call, cast
 from drivetrain.debug.base import Debug
 
 logger = logging.getLogger(__name__)
@@ -220,11 +220,10 @@ class Gradcheck(Debug):
         self._context = context
 
     def check_model(self, model: torch.nn.Module, loss: Loss, data: PipelineParts) -> None:
-        device = next(model.parameters()).device
-        request = Request(0, torch.arange(min(self.samples, len(data.source))), 1.0)
-        x, y = (cast(to(tree, device), torch.float64) for tree in data(request))
-        batch = MicroBatch(x, y, torch.ones((), device=device), True, False)
-        arguments = self._context.model_call.arguments(loss.joined(x))
+        most = self._context.batch.micro_batch(self._context.parallel.data_world)
+        batch, arguments = self._context.first_call(model, min(self.samples, most, len(data.source)))
+        x, y, arguments = (cast(tree, torch.float64) for tree in (batch.x, batch.y, arguments))
+        batch = replace(batch, x=x, y=y)
         with isolation.isolated(isolation.settings()):
             torch.set_default_dtype(torch.float64)
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -25,16 +26,16 @@ from drivetrain.core.options.protocols import LogWriter
 from drivetrain.core.options.selection import selected
 from drivetrain.core.step.architecture import resting
 from drivetrain.core.step.model_call import ModelCall
-from drivetrain.core.step.modules import keep_in_evaluation
+from drivetrain.core.step.modules import keep_in_evaluation, run_once
 from drivetrain.core.step.step import Step
-from drivetrain.core.step.trees import Tree, described, named_leaves
+from drivetrain.core.step.trees import Tree, described, named_leaves, only_tensors, to
 from drivetrain.core.typed import JsonObject
 from drivetrain.core.user import state as owned
 from drivetrain.core.user.state import OwnState
 from drivetrain.data.base import Data, Splits
 from drivetrain.debug.base import Debug
 from drivetrain.ema.base import Ema
-from drivetrain.engine import flops, input_checks, phased_step, summary
+from drivetrain.engine import first_call, flops, input_checks, phased_step, summary
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.context import RunContext
 from drivetrain.engine.evaluator import Evaluator, evaluated_sets
@@ -62,7 +63,6 @@ from drivetrain.stop import Stop
 from drivetrain.surgery.base import Edit, apply_all
 from drivetrain.surgery.sync_bn import partial_statistics
 
-FEW_TOKENS = 16
 USUAL_OUTPUTS = ("logits", "output", "out", "prediction")
 MORE_OUTPUTS = (
     "give its last layer more outputs. A class of yours (model=own) is told their number where it takes an argument `classes` or "
@@ -100,10 +100,9 @@ def build(context: RunContext, log_writers: Sequence[LogWriter], before: Previou
     world = parallel.data_world
     # The loss counts classes in the training data; its teacher is not wrapped, sharded or compiled.
     loss = context.loss = Loss.of(run).build(context)
+    batch.together = loss.evaluated_together  # a user's loss has only now said that it compares samples
 
     model, model_flops = _build_model(context, debug)
-    if model_flops.needs_two and (problems := list(summary.single_sample(context, batch, model_flops.needs_two))):
-        raise UserError(problems)
     if (dtype := precision.gathered_dtype()) is not None:
         computes_in = getattr(torch, dtype)
         context.train_data = context.train_data._replace(computes_in=computes_in)
@@ -221,7 +220,8 @@ def _of_update(step: Step, loss: Loss, clip: Callable[[], None], forward: Callab
     if isinstance(loss, ComparingLoss):
         passes = TwoPasses(loss, forward, context.model, context.precision)
     if context.run.optimizer.takes_closure:
-        return ClosureStep(step, passes or Passes(), context.optimizer, clip, context.parallel, context.parts)
+        owners = [context.model, *context.loss.keeps().values()]
+        return ClosureStep(step, passes or Passes(), context.optimizer, clip, owners, context.parallel, context.parts)
     return step if passes is None else UpdateStep(step, passes)
 
 
@@ -303,24 +303,25 @@ def _build_model(context: RunContext, debug: Debug) -> tuple[torch.nn.Module, fl
     run, parallel, precision = context.run, context.parallel, context.precision
     world = parallel.data_world
     model = _edited_model(context)
-    example = context.example
     # Adapters come after all edits, on the final layers.
     _log(Adapter.of(run).apply(model, context))
     # Parameters are frozen once they are final, and before all that asks which of them train: the count of operations,
     # master weights, sharding, DDP and the optimizer.
     _log(Model.of(run).freeze_parameters(model, context))
+    context.loss.add_parameters(model)  # which nothing freezes
     # Counted before activation checkpointing, which computes some twice, and before sharding, which leaves a part here.
-    model_flops = _count_flops(context, model, example)
+    model_flops = _count_flops(context, model)
     if model_flops.output is not None:
         _check_output(context, context.model_call.output_of(model_flops.output))
+    first_call.check_split(context, model)
     model_flops = model_flops._replace(output=None)  # which may be large, and whose graph holds the parameters
-    model = precision.convert(model, example)
+    model = precision.convert(model, context.example)
     # Gradcheck copies the modules, so it runs before anything patches their forwards.
     debug.check_model(model, context.loss, context.train_data)
     # Activation checkpointing patches forwards in place, inside what compile traces and DDP wraps; parameter names stay plain.
     Checkpointing.of(run).apply(model)
     # Sharding is in place too; compile traces the sharded modules.
-    parallel.shard(model, precision.gathered_dtype(), example)
+    parallel.shard(model, precision.gathered_dtype(), context.example)
     _log(partial_statistics(model, context.batch.micro_batch(world), context.batch.size(0), world.size))
     context.model = model
     return model, model_flops
@@ -347,10 +348,33 @@ def _edited_model(context: RunContext) -> torch.nn.Module:
         None if (part := run.values["forward_output"]) is None else str(part),
         run.loss.takes_whole,
     )
-    context.model_call.check(model, inputs)
-    example = context.example = context.model_call.arguments(inputs)
-    _log(apply_all(Edit.all_of(run), model, example))
+    context.example = _example(context, model, inputs)
+    _log(apply_all(Edit.all_of(run), model, context.example))
     return model
+
+
+def _example(context: RunContext, model: torch.nn.Module, inputs: Tree) -> Tree:
+    """Return what training calls the model with for two of its samples. Raises UserError where it cannot take them.
+
+    Of a finished run these are zeros, and of samples that cannot be read, with which the first step ends.
+    """
+    data, runs_model = context.data, context.trains and context.loss.runs_model
+    if data.call is not None and not context.trains:
+        return to(data.call, context.device)
+    if not runs_model:
+        context.model_call.check(model, inputs)
+    if context.trains:
+        context.first_call = partial(first_call.of, context)
+        try:
+            context.first = first_call.read(context, torch.arange(first_call.samples(context)))
+        except (UserError, OSError) as error:
+            logger.debug("the first samples cannot be read: %s", error)
+        else:
+            arguments = first_call.record(context, model, context.first)
+            if runs_model and only_tensors(arguments):
+                data.call = arguments
+            return arguments
+    return context.model_call.arguments(inputs)
 
 
 def _check_output(context: RunContext, output: object) -> None:
@@ -375,23 +399,31 @@ def build_for_inference(context: RunContext, data: Splits) -> torch.nn.Module:
     context.trains = False
     context.parallel, context.data = Parallel.of(run).build(context), data
     precision = context.precision = Precision.of(run).build(context)
-    converted: torch.nn.Module = precision.convert(_edited_model(context), context.example)
+    model = _edited_model(context)
+    Loss.of(run).copied().add_parameters(model)
+    converted: torch.nn.Module = precision.convert(model, context.example)
     return converted.eval()
 
 
-def _count_flops(context: RunContext, model: torch.nn.Module, example: Tree) -> flops.ModelFlops:
-    """Count the operations that a sample takes. All ranks do: a forward may have collectives, as synchronized BatchNorm's has."""
-    lengths, padded, reason = context.data.train.lengths, context.train_data.pad_to > 1, ""
-    longest = example.shape[1] if isinstance(example, torch.Tensor) else 0
-    # Half of the samples are shorter than the example: their operations would be counted too high.
+def _count_flops(context: RunContext, model: torch.nn.Module) -> flops.ModelFlops:
+    """Count the operations that a sample takes. All ranks do: a forward may have collectives, as synchronized BatchNorm's has.
+
+    Raises UserError where the model cannot take the samples of the run.
+    """
+    lengths, shape, reason = context.data.train.lengths, context.data.shape, ""
+    longest = shape[0] if isinstance(shape, tuple) and shape else 0
+    # Half of the samples are shorter than most: their operations would be counted too high.
     several = lengths is not None and len(lengths) and (context.data.example is not None or int(lengths.median()) + 1 < longest)
-    if padded and longest and not several:  # a few tokens are enough to see the output's shape
-        example = example[:, :FEW_TOKENS]
-    if several or padded:
+    if several or context.train_data.pad_to > 1:
         reason = f"{context.run.named('batch')}: samples of different lengths take different operations"
-    elif context.loss.runs_model:
-        reason = "the loss runs the model itself"
-    counted = flops.count(model, example)
+    elif context.loss.runs_model and context.run.values["phases"]:
+        reason = "each phase runs the model itself"
+    counted = first_call.count(context, model)
+    if counted.needs_two:
+        refuse(summary.single_sample(context, context.batch, counted.needs_two))
+    if counted.failed and context.without_values is None:
+        with context.precision.autocast():
+            run_once(model, context.example, training=True)  # it says what is wrong, where that is not the counting
     return counted._replace(per_sample=None, reason=reason) if reason else counted
 
 

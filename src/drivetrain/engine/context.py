@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from drivetrain.batch.base import Batch
 from drivetrain.core.options.context import BuildContext
+from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.data.base import Splits
 from drivetrain.loader import Pipeline
 from drivetrain.loss import Loss
@@ -24,5 +25,6 @@ class RunContext(BuildContext):
     batch: Batch = field(init=False)
     precision: Precision = field(init=False)
     loss: Loss = field(init=False)
+    first: MicroBatch | None = None  # the training samples of the example; None: it is zeros
     train_data: Pipeline = field(init=False)
     evaluated: Mapping[str, Mapping[str, Pipeline]] = field(init=False)

@@ -135,40 +135,42 @@ class ModelFlops(NamedTuple):
     reason: str = ""
     output: Tree | None = None  # what the model returned for two samples; None where it could not be run
     needs_two: str = ""  # a BatchNorm that gets one value of a sample for each channel, by name: one sample has no deviation
+    failed: bool = False  # whether it could not be run so
 
 
-def count(model: torch.nn.Module, example: Tree) -> ModelFlops:
-    """Count the operations. The model and the random numbers stay as they are.
+def count(model: torch.nn.Module, example: Tree, samples: int = 0) -> ModelFlops:
+    """Count the operations for an example of `samples`; 0: its length. The model and the random numbers stay as they are.
 
     It is a real forward: without values (on the device "meta") torch would import its compiler, for more than a second. Call it
     before activation checkpointing and sharding: what is computed a second time is not the model's work.
     """
+    samples = samples or length(example)
+    needs_two: list[str] = []
     try:
         with streams.apart():
-            total, output, needs_two = _count(model, example)
-    except (Exception, SystemExit) as error:  # a forward that needs more than zeros; what is wrong in it ends the first step
+            total, output = _count(model, example, samples, needs_two)
+    except (Exception, SystemExit) as error:  # a model that cannot be copied, or watched
         lines = str(error).strip().splitlines() or [""]
-        return ModelFlops(None, f"the model's operations cannot be counted: {type(error).__name__}: {lines[0]}")
-    if not total:
-        return ModelFlops(None, "torch counts no operations of this model", output, needs_two)
-    return ModelFlops(total / length(example), output=output, needs_two=needs_two)
+        reason = f"the model's operations cannot be counted: {type(error).__name__}: {lines[0]}"
+        return ModelFlops(None, reason, needs_two="".join(needs_two[:1]), failed=True)
+    per_sample, reason = (total / samples, "") if total else (None, "torch counts no operations of this model")
+    return ModelFlops(per_sample, reason, output, "".join(needs_two[:1]))
 
 
-def _count(model: torch.nn.Module, example: Tree) -> tuple[int, Tree, str]:
+def _count(model: torch.nn.Module, example: Tree, samples: int, needs_two: list[str]) -> tuple[int, Tree]:
     # A copy with the same weights, its own buffers (BatchNorm's statistics), and its own counters of the user's.
     twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-    needs_two = _watch_norms(twin, length(example))
+    _watch_norms(twin, samples, needs_two)
     cudnn = torch.backends.cudnn  # it stays on, which is not what `flags` does by itself
     no_search = cudnn.flags(enabled=cudnn.enabled, benchmark=False, allow_tf32=cudnn.allow_tf32)  # for this batch size
     # Attention as two matrix products: torch has no formula for a CPU's fused kernel.
     with _Counter() as counter, sdpa_kernel(SDPBackend.MATH), no_search:
         output = call(twin, example)
-    return counter.total, output, next(iter(needs_two), "")
+    return counter.total, output
 
 
-def _watch_norms(model: torch.nn.Module, samples: int) -> list[str]:
-    """Return the list that gets the names of the BatchNorms that need two samples, each as the forward comes to it."""
-    found: list[str] = []
+def _watch_norms(model: torch.nn.Module, samples: int, found: list[str]) -> None:
+    """Add to `found` the names of the BatchNorms that need two samples, each as the forward comes to it."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not is_synchronised(module):
 
@@ -178,7 +180,6 @@ def _watch_norms(model: torch.nn.Module, samples: int) -> list[str]:
                     found.append(name)
 
             module.register_forward_pre_hook(watch)
-    return found
 
 
 class _Counter(TorchDispatchMode):

@@ -181,6 +181,7 @@ def describe(run: RunSpec, data: Splits) -> JsonObject:
         "targets": run.data.targets,
         "shape": list(data.shape) if data.example is None else None,
         "inputs": None if data.example is None else _write_tree(data.example),
+        **({} if data.call is None else {"call": _write_tree(data.call, 0)}),
         "images": data.images,
         "decodes_images": run.data.decodes_images(),  # the packed data that says it may be gone
         "outputs": data.classes,
@@ -206,7 +207,7 @@ class NoSamples(Source):
 
 def recall(about: JsonMapping, run_dir: Path) -> Splits:
     """Return the data that `describe` described, without its samples; its files are those of the run."""
-    normalize, example = about["normalize"], about["inputs"] and _read_tree(about["inputs"])
+    normalize, example = about["normalize"], about["inputs"] and _read_tree(about["inputs"], 2)
     units = about.get("units")
     return Splits(
         NoSamples(),
@@ -221,6 +222,7 @@ def recall(about: JsonMapping, run_dir: Path) -> Splits:
         pixels=about.get("pixels") and Range(**about["pixels"]),
         files=KeptFiles(run_dir, about.get("files") or {}),
         example=example,
+        call=about.get("call") and _read_tree(about["call"]),
         images=about["images"],
     )
 
@@ -252,22 +254,22 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _write_tree(x: Tree) -> JsonObject:
-    """Return the structure of inputs, with the shape of one sample and the type of each tensor, as plain values."""
+def _write_tree(x: Tree, leave_out: int = 1) -> JsonObject:
+    """Return the structure of inputs, with the shape (but for its first dimensions) and the type of each tensor."""
     if isinstance(x, dict):
-        return {"keys": {key: _write_tree(value) for key, value in x.items()}}
+        return {"keys": {key: _write_tree(value, leave_out) for key, value in x.items()}}
     if isinstance(x, tuple | list):
-        return {"items": [_write_tree(value) for value in x]}
-    return {"shape": list(x.shape[1:]), "dtype": _name(x.dtype)}
+        return {"items": [_write_tree(value, leave_out) for value in x]}
+    return {"shape": list(x.shape[leave_out:]), "dtype": _name(x.dtype)}
 
 
-def _read_tree(written: JsonMapping) -> Tree:
-    """Return two samples of zeros of the structure that `_write_tree` wrote."""
+def _read_tree(written: JsonMapping, *first: int) -> Tree:
+    """Return zeros of the structure that `_write_tree` wrote, with these first dimensions."""
     if "keys" in written:
-        return {key: _read_tree(value) for key, value in written["keys"].items()}
+        return {key: _read_tree(value, *first) for key, value in written["keys"].items()}
     if "items" in written:
-        return tuple(_read_tree(value) for value in written["items"])
-    return torch.zeros(2, *written["shape"], dtype=getattr(torch, written["dtype"]))
+        return tuple(_read_tree(value, *first) for value in written["items"])
+    return torch.zeros(*first, *written["shape"], dtype=getattr(torch, written["dtype"]))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from drivetrain.core.step import streams, trees
 from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.modules import buffers_kept
 from drivetrain.core.step.step import Step, WrappingStep
 from drivetrain.core.step.trees import Tree
 from drivetrain.loss.base import SMALLEST, Loss
-from drivetrain.loss.embedding import ComparingLoss, Gathered, Gradient
+from drivetrain.loss.embedding import ComparingLoss, Gathered, Gradient, floats
 from drivetrain.parallel.base import Parallel
 from drivetrain.precision.base import Precision
 
@@ -88,33 +88,24 @@ class TwoPasses(Passes):
 
     def _in_two_passes(self, step: Step, batches: list[MicroBatch], gathered: Gathered, loss_sum: torch.Tensor) -> None:
         random_states, found = [], []
-        with torch.no_grad(), self._buffers_kept(), self.precision.autocast():
+        with torch.no_grad(), buffers_kept(self.model), self.precision.autocast():
             for batch in batches:
                 random_states.append(streams.state())
                 found.append(self.loss.embeddings(self.forward(self.loss.joined(batch.x))))
-        embeddings = torch.cat(found).requires_grad_()
-        loss = self.loss.over_ranks(embeddings, gathered)
-        (gradient,) = torch.autograd.grad(loss, embeddings)
+        given = [leaf.requires_grad_() for each in found for leaf in floats(each)]
+        loss = self.loss.over_ranks(trees.concatenate(found), gathered)
+        gradients = iter(torch.autograd.grad(loss, given, materialize_grads=True))
         loss_sum += loss.detach()
-        ranks = self.loss.ranks
         unused = torch.zeros_like(loss_sum)
-        parts: tuple[torch.Tensor, ...] = gradient.split([len(f) for f in found])
-        for batch, state, part in zip(batches, random_states, parts, strict=True):
+        for batch, state, each in zip(batches, random_states, found, strict=True):
             streams.restore(state)
-            target: Tree = Gradient(part * ranks)
+            target: Tree = Gradient([next(gradients) * self.loss.ranks for _ in floats(each)])
             step.micro_batch(replace(batch, y=target, weight=torch.ones_like(batch.weight)), unused)
-
-    @contextmanager
-    def _buffers_kept(self) -> Iterator[None]:
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        yield
-        for buffer, value in buffers:
-            buffer.copy_(value)
 
 
 def _joined(targets: list[Gathered]) -> Gathered:
     given = [t.target for t in targets if t.target is not None]
-    return Gathered(torch.cat(given) if given else None, torch.cat([t.valid for t in targets]))
+    return Gathered(trees.concatenate(given) if given else None, torch.cat([t.valid for t in targets]))
 
 
 @dataclass(eq=False)
@@ -143,11 +134,13 @@ class UpdateStep(WrappingStep):
 class ClosureStep(UpdateStep):
     """Lets the optimizer run the micro-batches itself, as often as it wants to: it gets a closure (LBFGS, SAM).
 
-    Each run draws the same random numbers. It returns the mean loss over all ranks, and the first one is logged.
+    Each run draws the same random numbers. It returns the mean loss over all ranks, and the first one is logged. Buffers
+    (BatchNorm's statistics) change in the first run alone: the others may be at weights that the model never has.
     """
 
     optimizer: torch.optim.Optimizer
     clip: Callable[[], None]
+    owners: Sequence[object]  # of the buffers
     parallel: Parallel
     log_sums: Callable[[], dict[str, torch.Tensor]]
 
@@ -165,7 +158,7 @@ class ClosureStep(UpdateStep):
                 streams.restore(state)
             self.inner.zero_grad()
             loss = torch.zeros_like(self._loss_sum)
-            with torch.enable_grad():
+            with torch.enable_grad(), buffers_kept(*self.owners if losses else ()):
                 self.passes(self.inner, self.waiting, loss)
             self.clip()
             if losses:

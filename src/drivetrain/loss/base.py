@@ -68,6 +68,9 @@ class Loss(Option, groups.Loss):
         """Return what it draws for the samples of each set, such as which tokens are hidden. Raises UserError."""
         return ()
 
+    def add_parameters(self, model: torch.nn.Module) -> None:
+        """Give the model the parameters of the loss that it trains, so that they are saved with its own."""
+
     def of_phase(self, name: str) -> Loss:
         """Return the loss of a phase of the updates."""
         return self

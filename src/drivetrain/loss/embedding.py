@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.machine.device import sum_dtype
 from drivetrain.core.options.option import BuildContext, Count, Positive, RunSpec
+from drivetrain.core.step import trees
 from drivetrain.core.step.microbatch import MicroBatch
-from drivetrain.core.step.trees import Forward, Tree
+from drivetrain.core.step.trees import Forward, Tree, map_tensors
 from drivetrain.loss.base import SMALLEST, Loss, wide
+
+SCALE = "logit_scale"  # the name of the logarithm of a learned temperature's inverse, as CLIP has it
+FIRST, LOWEST = 0.07, 0.01  # of a learned temperature
 
 
 class Gathered(NamedTuple):
@@ -25,7 +30,12 @@ class Gathered(NamedTuple):
 class Gradient(NamedTuple):
     """The target of a step that goes on with gradients that were computed before."""
 
-    of_output: torch.Tensor
+    of_output: list[torch.Tensor]  # of its `floats`
+
+
+def floats(tree: Tree) -> list[torch.Tensor]:
+    """The tensors of a tree that can have gradients."""
+    return [leaf for leaf in trees.leaves(tree) if leaf.is_floating_point()]
 
 
 class ComparingLoss(Loss):
@@ -36,7 +46,7 @@ class ComparingLoss(Loss):
     """
 
     compares_samples = True
-    metrics = ("loss", "accuracy")
+    metrics: tuple[str, ...] = ("loss", "accuracy")
     best = ("accuracy", max)
     views = 1  # of each sample, in dimension 1 of the inputs
     group: int
@@ -77,12 +87,12 @@ class ComparingLoss(Loss):
         self._capacity = -(-context.batch.size(epochs - 1) // self._world.size)
 
     @abstractmethod
-    def over_all(self, embeddings: torch.Tensor, target: object, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def over_all(self, embeddings: Tree, target: Tree, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of the loss over the samples, and their number; embeddings (n, views, d), valid (n,)."""
 
     @abstractmethod
-    def right(self, embeddings: torch.Tensor, target: object) -> torch.Tensor:
-        """The number of samples of a group whose nearest is the right one, 0-d."""
+    def right(self, embeddings: Tree, target: Tree) -> Sequence[torch.Tensor]:
+        """The sums over a group of its metrics beside the loss, 0-d: the samples whose nearest is the right one."""
 
     def joined(self, x: Tree) -> Tree:
         """A batch's inputs as the model takes them: the views (n, views, …) of the samples one after the other."""
@@ -91,8 +101,11 @@ class ComparingLoss(Loss):
     def input_shape(self, shape: Tree) -> Tree:
         return shape[1:] if self.views > 1 and isinstance(shape, tuple) and isinstance(shape[0], int) else shape
 
-    def embeddings(self, output: Tree) -> torch.Tensor:
-        """The model's output as (n, views, d), in float32 at least: a tensor, or a tuple of one for each view."""
+    def embeddings(self, output: Tree) -> Tree:
+        """The model's output as (n, views, d), in float32 at least: a tensor, or a tuple of one for each view.
+
+        A loss may need more: a tree of tensors (n, …), and of those without dimensions, which are all samples'.
+        """
         if isinstance(output, tuple | list):
             return torch.stack([wide(view) for view in output], 1)
         if output.dim() != 2:
@@ -110,7 +123,8 @@ class ComparingLoss(Loss):
     def __call__(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         """The mean loss, over the global batch where the step says so by its target, else over this batch alone."""
         if isinstance(target, Gradient):
-            return (self.embeddings(output) * target.of_output).sum()
+            both = zip(floats(self.embeddings(output)), target.of_output, strict=True)
+            return torch.stack([(value * gradient).sum() for value, gradient in both]).sum()
         if not isinstance(target, Gathered):
             total, count = self.sum_and_count(output, target)
             return total / count.clamp(min=SMALLEST)
@@ -120,20 +134,24 @@ class ComparingLoss(Loss):
 
     def sum_and_count(self, output: torch.Tensor, target: object) -> tuple[torch.Tensor, torch.Tensor]:
         embeddings = self.embeddings(output)
-        return self._exact(embeddings, target, torch.ones(len(embeddings), dtype=torch.bool, device=embeddings.device))
+        return self._exact(embeddings, target, _all_valid(embeddings))
 
-    def over_ranks(self, embeddings: torch.Tensor, own: Gathered) -> torch.Tensor:
+    def over_ranks(self, embeddings: Tree, own: Gathered) -> torch.Tensor:
         """The mean loss over all ranks' samples; only this rank's embeddings have gradients."""
         target = None if self.views > 1 else own.target
         if self._world.size == 1:
             total, count = self._exact(embeddings, target, own.valid)
         else:
-            target = None if target is None else self._gather(target)
-            total, count = self._exact(self._gather(embeddings), target, self._gather(own.valid))
+            total, count = self._exact(*(map_tensors(self._gather, each) for each in (embeddings, target, own.valid)))
         return total / count.clamp(min=SMALLEST)
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All ranks' samples (ranks × capacity, …), zeros where a rank has fewer; this rank's keep their gradients."""
+        """All ranks' samples (ranks × capacity, …), zeros where a rank has fewer; this rank's keep their gradients.
+
+        Of what is all samples', the mean over the ranks.
+        """
+        if not tensor.dim():
+            return (self._all_reduce_sum(tensor.detach().clone()) + tensor - tensor.detach()) / self.ranks
         # As numbers: bool cannot be summed by every backend.
         values = tensor.to(torch.int32) if tensor.dtype == torch.bool else tensor
         everything = values.new_zeros(self._world.size, self._capacity, *values.shape[1:])
@@ -148,25 +166,29 @@ class ComparingLoss(Loss):
             everything = everything + torch.nn.functional.pad(mine, [0, 0] * values.dim() + list(others))
         return everything.flatten(0, 1).to(tensor.dtype)
 
-    def _exact(self, embeddings: torch.Tensor, target: object, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _exact(self, embeddings: Tree, target: Tree, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`over_all` without autocast, which would compute its matrix products in 16 bits."""
-        with torch.autocast(embeddings.device.type, enabled=False):
+        with torch.autocast(valid.device.type, enabled=False):
             return self.over_all(embeddings, target, valid)
 
     def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
-        """Sums of the loss and of the right samples in groups, and the number of samples (3,)."""
-        dtype = sum_dtype(output[0].device)
-        embeddings = self.embeddings(output)
-        found = []
-        for start in range(0, len(embeddings), self.group):
-            of_group, rows = embeddings[start : start + self.group], slice(start, start + self.group)
-            labels = None if self.views > 1 else target[rows]
-            everyone = torch.ones(len(of_group), dtype=torch.bool, device=of_group.device)
-            total, count = self._exact(of_group, labels, everyone)
+        """Sums of the loss and of the right samples in groups, and the number of samples (metrics + 1,)."""
+        embeddings, found = self.embeddings(output), []
+        everyone = _all_valid(embeddings)
+        dtype = sum_dtype(everyone.device)
+        for rows in torch.arange(len(everyone), device=everyone.device).split(self.group):
+            of_group, labels = trees.select(embeddings, rows), None if self.views > 1 else trees.select(target, rows)
+            total, count = self._exact(of_group, labels, everyone[rows])
             mean = total / count.clamp(min=SMALLEST)
-            found.append(torch.stack([mean.to(dtype) * len(of_group), self.right(of_group, labels).to(dtype)]))
+            found.append(torch.stack([mean.to(dtype) * len(rows), *(r.to(dtype) for r in self.right(of_group, labels))]))
         totals = torch.stack(found).sum(0)
-        return torch.cat([totals, torch.full_like(totals[:1], len(embeddings))])
+        return torch.cat([totals, torch.full_like(totals[:1], len(everyone))])
+
+
+def _all_valid(embeddings: Tree) -> torch.Tensor:
+    """A mask (n,) of samples that all count."""
+    first = next(leaf for leaf in trees.leaves(embeddings) if leaf.dim())
+    return torch.ones(len(first), dtype=torch.bool, device=first.device)
 
 
 class Contrastive(ComparingLoss):
@@ -176,39 +198,68 @@ class Contrastive(ComparingLoss):
     the 2n of them. A model of two inputs (images and texts) returns a tuple of two embeddings (n, d) instead. With
     `within_views` the other samples of the same view are candidates too, as SimCLR's NT-Xent has it (Chen et al. 2020); without,
     only those of the other view, as CLIP has it (Radford et al. 2021). The loss is the mean over samples and both directions.
+    A `temperature` that is learned begins at FIRST and stays above LOWEST, as CLIP's; it is the model's parameter `logit_scale`.
     """
 
     changes = "draws two views of a sample together, and other samples apart"
     takes = ("pair",)
     views = 2
 
-    def __init__(self, temperature: Positive = 0.1, within_views: bool = True, group: Count = 16) -> None:
+    def __init__(self, temperature: Positive | Literal["learned"] = 0.1, within_views: bool = True, group: Count = 16) -> None:
         self.temperature, self.within_views, self.group = temperature, within_views, group
 
-    def over_all(self, embeddings: torch.Tensor, target: object, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if self.temperature == "learned" and not run.parallel.calls_parts:
+            yield (
+                f"loss.temperature=learned and {run.named('parallel')} exclude each other (the temperature is a weight that the "
+                "loss reads, and each rank holds a part of the weights): set parallel=ddp"
+            )
+
+    def add_parameters(self, model: torch.nn.Module) -> None:
+        if self.temperature != "learned":
+            return
+        if not isinstance(getattr(model, SCALE, None), torch.nn.Parameter):  # as a CLIP of transformers has one
+            device = next(model.parameters()).device
+            model.register_parameter(SCALE, torch.nn.Parameter(torch.tensor(-math.log(FIRST), device=device)))
+        self._model = model
+
+    def embeddings(self, output: Tree) -> Tree:
+        """The views (n, 2, d) and, where it is learned, the temperature, which is all samples'."""
+        views = super().embeddings(output)
+        if self.temperature != "learned":
+            return views
+        scale: torch.nn.Parameter = getattr(self._model, SCALE)
+        with torch.no_grad():
+            scale.clamp_(0, -math.log(LOWEST))
+        return views, wide(-scale).exp().mean()
+
+    def over_all(self, embeddings: Tree, target: Tree, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self._scores(embeddings, valid)
-        n = len(embeddings)
-        positive = torch.arange(n, device=embeddings.device) + n * (1 - torch.arange(2, device=embeddings.device)[:, None])
+        n = len(valid)
+        positive = torch.arange(n, device=valid.device) + n * (1 - torch.arange(2, device=valid.device)[:, None])
         losses = torch.nn.functional.cross_entropy(scores, positive.flatten(), reduction="none").view(2, n).mean(0)
         return torch.where(valid, losses, 0.0).sum(), valid.sum().to(losses.dtype)
 
-    def _scores(self, embeddings: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    def _scores(self, embeddings: Tree, valid: torch.Tensor) -> torch.Tensor:
         """The similarity of each view (2n, first views first) to each candidate (2n); minus infinity for what is none."""
-        n = len(embeddings)
-        z = torch.nn.functional.normalize(embeddings, dim=-1).transpose(0, 1).flatten(0, 1)
+        n = len(valid)
+        views, temperature = embeddings if isinstance(embeddings, tuple) else (embeddings, self.temperature)
+        z = torch.nn.functional.normalize(views, dim=-1).transpose(0, 1).flatten(0, 1)
         number = torch.arange(2 * n, device=z.device)
         excluded = number[:, None] == number
         if not self.within_views:
             excluded = (number[:, None] < n) == (number < n)
         # A row of a sample that is not there keeps its positive, so that its loss is finite; it does not count.
         excluded = excluded | (~valid.repeat(2) & ((number[:, None] - number).abs() != n))
-        return (z @ z.T / self.temperature).masked_fill(excluded, float("-inf"))
+        scores: torch.Tensor = z @ z.T / temperature
+        return scores.masked_fill(excluded, float("-inf"))
 
-    def right(self, embeddings: torch.Tensor, target: object) -> torch.Tensor:
-        n = len(embeddings)
-        everyone = torch.ones(n, dtype=torch.bool, device=embeddings.device)
+    def right(self, embeddings: Tree, target: Tree) -> Sequence[torch.Tensor]:
+        everyone = _all_valid(embeddings)
+        n = len(everyone)
         found = self._scores(embeddings, everyone).argmax(1)[:n]
-        return (found == torch.arange(n, 2 * n, device=found.device)).sum()
+        return [(found == torch.arange(n, 2 * n, device=found.device)).sum()]
 
     def problem(self, target: object, classes: int) -> str | None:
         return None
@@ -227,7 +278,7 @@ class Triplet(ComparingLoss):
     def __init__(self, margin: Positive = 0.2, normalize: bool = True, group: Count = 32) -> None:
         self.margin, self.normalize, self.group = margin, normalize, group
 
-    def over_all(self, embeddings: torch.Tensor, target: Tree, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def over_all(self, embeddings: Tree, target: Tree, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         distance = self._distances(embeddings)
         both = valid[:, None] & valid
         same = (target[:, None] == target) & both
@@ -246,11 +297,10 @@ class Triplet(ComparingLoss):
         squared = (z[:, None] - z).square().sum(-1)
         return squared.clamp(min=SMALLEST).sqrt()  # the square root has no gradient at 0
 
-    def right(self, embeddings: torch.Tensor, target: Tree) -> torch.Tensor:
+    def right(self, embeddings: Tree, target: Tree) -> Sequence[torch.Tensor]:
         itself = torch.eye(len(target), dtype=torch.bool, device=target.device)
         nearest = self._distances(embeddings).masked_fill(itself, float("inf")).argmin(1)
-        found: torch.Tensor = (target[nearest] == target).sum()
-        return found
+        return [(target[nearest] == target).sum()]
 
     def problem(self, target: Tree, classes: int) -> str | None:
         if target.is_floating_point() or target.dim() != 1:

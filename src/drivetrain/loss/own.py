@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
-from drivetrain.core.errors import OperatorGives, UserError
+from drivetrain.core.errors import OperatorGives, UserError, refuse
 from drivetrain.core.lazy import torch
 from drivetrain.core.options.allowed import Arguments
 from drivetrain.core.options.option import BuildContext, RunSpec
+from drivetrain.core.step import trees
 from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.step.target_kinds import DESCRIPTIONS
-from drivetrain.core.step.trees import Forward, Tree
+from drivetrain.core.step.trees import Forward, Tree, map_tensors
 from drivetrain.core.user import code as user_code
 from drivetrain.core.user.call import ProgressView, RunModel, UserCall
-from drivetrain.loss.base import Loss, PartedLoss
+from drivetrain.loss.base import Loss, PartedLoss, wide
+from drivetrain.loss.embedding import ComparingLoss, Gathered
 
 OFFERS = ("output", "target", "input", "batch", "model", "progress", "phase")
 
@@ -63,6 +65,10 @@ class OwnLoss(PartedLoss):
                 "loss=own reports the loss alone, and models are ranked by it: metrics=[accuracy] reports the share of right "
                 "answers too, and select=accuracy ranks by it"
             )
+
+    def build(self, context: BuildContext) -> Loss:
+        built: OwnLoss = super().build(context)
+        return OwnComparing.made_of(built, context) if getattr(built.function, "compares_samples", False) else built
 
     def setup(self, context: BuildContext) -> None:
         setting = f"{self.target_key}.target={self.target}"
@@ -189,6 +195,63 @@ class OwnLoss(PartedLoss):
                 f"{run.named('compile')} compiles the model's forward, and {self.target_key}.target={self.target} calls only "
                 "parts of the model: call model(…), or set compile=none"
             )
+
+
+class OwnComparing(ComparingLoss, OwnLoss):
+    """A user's loss over in-batch negatives, which says `compares_samples = True`. It gets the samples of all ranks.
+
+    An evaluation computes it among each `group` samples in a row, by default 16, which is the same on any number of ranks.
+    """
+
+    metrics, best = ("loss",), ("loss", min)
+    _ragged: bool
+
+    @classmethod
+    def made_of(cls, own: OwnLoss, context: BuildContext) -> OwnComparing:
+        """Return a loss that is set up already as one of this class. Raises UserError where the run excludes it."""
+        from drivetrain.config.validate import problems_of
+
+        made = cls(own.target, own.kwargs).with_values(**vars(own), group=getattr(own.function, "group", 16))
+        ComparingLoss.setup(made, context)
+        known = problems_of(context.run)
+        refuse(problem for problem in problems_of(context.run.with_parts(loss=made)) if problem not in known)
+        named = f"{made.target_key}.target={made.target}"
+        if made.target_key != Loss.target_key:
+            raise UserError(f"{named} compares samples, and cannot be added to other losses")
+        if wrong := made._call.needs - {"output", "target", "progress"}:
+            raise UserError(
+                f"{named} names `{min(wrong)}`, and a loss that compares samples gets the output and the target of all of them: "
+                "let the model return what it needs"
+            )
+        # A rank may have fewer samples than another, or a last micro-batch that only fills up.
+        parts = context.batch.accumulation_steps * made.ranks
+        made._ragged = not context.run.data.drop_last or context.batch.global_batch % parts > 0
+        return made
+
+    def embeddings(self, output: Tree) -> Tree:
+        return map_tensors(lambda leaf: wide(leaf) if leaf.is_floating_point() else leaf, output)
+
+    def over_all(self, embeddings: Tree, target: Tree, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._ragged:
+            rows = valid.nonzero().flatten()
+            embeddings, target = trees.select(embeddings, rows), trees.select(target, rows)
+        progress = self._progress[torch.is_grad_enabled()]
+        self._found = self._parts(self._call(output=embeddings, target=target, progress=progress))
+        return self._found["loss"] * valid.sum(), valid.sum()
+
+    def over_ranks(self, embeddings: Tree, own: Gathered) -> torch.Tensor:
+        mean = super().over_ranks(embeddings, own)
+        for name, value in self._found.items():
+            if name != "loss":
+                self.log(name, value)
+        return mean
+
+    def right(self, embeddings: Tree, target: Tree) -> Sequence[torch.Tensor]:
+        return ()
+
+    def evaluate(self, forward: Forward, batch: MicroBatch, need_output: bool) -> tuple[Tree, torch.Tensor]:
+        with _evaluating(self.function):
+            return super().evaluate(forward, batch, need_output)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.machine import accelerators
 from drivetrain.core.options.allowed import Name
 from drivetrain.core.options.option import BuildContext, RunSpec
-from drivetrain.core.step import trees
 from drivetrain.core.step.blocks import sequential_blocks
 from drivetrain.core.step.modules import run_once
 from drivetrain.core.step.trees import Tree, map_tensors
@@ -186,7 +185,7 @@ class Split(Parallel):
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)  # of several devices
 
     def shard(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> None:
-        first_device = trees.first(example).device
+        first_device = next(model.parameters()).device
         names = self.devices or [f"{first_device.type}:{i}" for i in range(torch.accelerator.device_count())]
         devices = [torch.device(name) for name in names]
         blocks = sequential_blocks("parallel=split", model, self.block)

@@ -41,6 +41,7 @@ def problem(about: JsonMapping) -> str | None:
         "targets": about["targets"] in (None, *get_args(TargetKind)),
         "shape": (about["shape"] is None) if inputs is not None else _is_shape(about["shape"]),
         "inputs": inputs is None or _is_tree(inputs),
+        "call": about.get("call") is None or _is_tree(about["call"]),
         "images": fits(about["images"], str | None),
         "decodes_images": fits(about.get("decodes_images"), bool | None),
         "outputs": _is_size(outputs),

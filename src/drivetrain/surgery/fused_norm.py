@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.step.modules import put_in_place, taken_over
-from drivetrain.core.step.trees import Tree, first
+from drivetrain.core.step.trees import Tree
 from drivetrain.surgery.base import Edit
 
 # The names that such modules give to their parameters and to their epsilon.
@@ -39,13 +39,17 @@ class FusedNorm(Edit):
             norm = recognise(module)
             if norm is None:
                 continue
-            if norm.kernel == "rms_norm" and not first(example).is_cuda:
+            if norm.kernel == "rms_norm" and not next(model.parameters()).is_cuda:
                 left += 1
                 continue
             new.append((module, fused_form(module, norm)))
             fused[f"{type(module).__name__} to {norm.kernel}"] += 1
         put_in_place(model, new)
-        rest = f"; {left} RMSNorms left: torch has no single kernel for them on a {first(example).device.type}" if left else ""
+        rest = (
+            f"; {left} RMSNorms left: torch has no single kernel for them on a {next(model.parameters()).device.type}"
+            if left
+            else ""
+        )
         which = ", ".join(f"{n} {name}" for name, n in fused.items()) or "no norm is written out by hand" * (not left)
         return f"{fused.total()} hand-written norms fused" + (f" ({which})" if which else "") + rest
 

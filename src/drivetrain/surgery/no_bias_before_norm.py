@@ -7,13 +7,11 @@ module order matter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.step import streams
-from drivetrain.core.step.modules import replace_parameters
-from drivetrain.core.step.trees import Tree, call, leaves
+from drivetrain.core.step.modules import replace_parameters, run_once
+from drivetrain.core.step.trees import Tree, leaves
 from drivetrain.surgery.base import Edit
 
 
@@ -121,26 +119,7 @@ def _record(model: torch.nn.Module, example: Tree, training: bool) -> _Recording
             recording.call(func, args, kwargs or {}, out, training)
             return out
 
-    with _restored(model), torch.no_grad():
-        model.train(training)
-        with Calls():
-            result = call(model, example)
-        recording.read(result)
+    with Calls():
+        result = run_once(model, example, training=training)
+    recording.read(result)
     return recording
-
-
-@contextmanager
-def _restored(model: torch.nn.Module) -> Iterator[None]:
-    """Restore the model's modes, its buffers and the random streams on exit."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    try:
-        with streams.apart():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                module._buffers[name] = buffer
-                buffer.copy_(before)

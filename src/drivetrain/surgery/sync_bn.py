@@ -8,7 +8,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.options.option import RunSpec
 from drivetrain.core.step.modules import put_in_place
-from drivetrain.core.step.trees import Tree, first
+from drivetrain.core.step.trees import Tree
 from drivetrain.surgery.base import Edit
 from drivetrain.surgery.no_bias_before_norm import NoBiasBeforeNorm
 
@@ -55,7 +55,7 @@ class SyncBn(Edit):
             return f"BatchNorms left as they are: one process sees the whole batch (sync_bn, {len(norms)} of them)"
         from drivetrain.surgery.rank_norms import synchronised
 
-        new = {norm: synchronised(norm, by_torch=first(example).device.type != "cpu") for norm in norms}
+        new = {norm: synchronised(norm, by_torch=next(model.parameters()).device.type != "cpu") for norm in norms}
         unknown = {type(norm).__name__ for norm, made in new.items() if made is None}
         if unknown:
             raise UserError(

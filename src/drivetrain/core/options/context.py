@@ -13,7 +13,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.options import groups
 from drivetrain.core.options.horizon import Horizon, Progress
 from drivetrain.core.options.run_spec import RunSpec
-from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.microbatch import MicroBatch, Request
 from drivetrain.core.step.model_call import ModelCall
 from drivetrain.core.step.source import PipelineParts
 from drivetrain.core.step.step import Stream
@@ -64,7 +64,9 @@ class BuildContext:
     precision: groups.Precision = field(init=False)
     model: torch.nn.Module = field(init=False)
     model_call: ModelCall = field(init=False)  # how the forward is called with a batch's inputs
-    example: Tree = field(init=False)  # two samples of zeros, as `trees.call` calls the model with them
+    # What training calls the model with, as `trees.call` does it: for two training samples, where these can be read.
+    example: Tree = field(init=False)
+    first_call: Callable[[torch.nn.Module, int], tuple[MicroBatch, Tree]] = field(init=False)  # the same for so many samples
     memory_format: torch.memory_format = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
     loss: groups.Loss = field(init=False)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.step.trees import Tree, call
+from drivetrain.core.step import streams
+from drivetrain.core.step.trees import Tree, call, described
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -50,14 +53,30 @@ def replace_parameters(model: torch.nn.Module, new: Mapping[int, torch.nn.Parame
                 module._parameters[name] = new[id(p)]
 
 
-def run_once(model: torch.nn.Module, example: Tree, hooks: Sequence[RemovableHandle]) -> None:
-    """Run one forward in evaluation mode, without gradients, and then remove the hooks. The model's mode stays."""
-    training = model.training
+def run_once(model: torch.nn.Module, example: Tree, hooks: Sequence[RemovableHandle] = (), *, training: bool = False) -> Tree:
+    """Run one forward, by default in evaluation mode, and then remove the hooks. Modes, buffers and random streams stay.
+
+    It computes gradients only where the forward needs them. Raises UserError where the model cannot take the example.
+    """
     try:
-        with torch.no_grad():
-            call(model.eval(), example)
+        with unchanged(model, training):
+            try:
+                with torch.no_grad():
+                    return call(model, example)
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+            with torch.enable_grad():  # the forward differentiates
+                return call(model, example)
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = next(iter(str(error).strip().splitlines()), "")
+        raise UserError(
+            f"the model cannot be run on an example of what it is called with, {described(example)} "
+            f"({type(error).__name__}: {said})"
+        ) from error
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
 
@@ -81,3 +100,31 @@ def keep_in_evaluation(module: torch.nn.Module, kept: bool = True) -> None:
 def is_kept_in_evaluation(module: torch.nn.Module) -> bool:
     """True if it stays in evaluation mode while the model trains."""
     return vars(module).get("train") is _stay
+
+
+@contextmanager
+def unchanged(model: torch.nn.Module, training: bool | None = None) -> Iterator[None]:
+    """Within the context the model trains, or not, or as before; at its end modes, buffers and random streams are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    with buffers_kept(model), streams.apart():
+        try:
+            if training is not None:
+                model.train(training)
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+@contextmanager
+def buffers_kept(*owners: object) -> Iterator[None]:
+    """At the end of the context the buffers of those owners that are modules are as they were before."""
+    modules = [m for owner in owners if isinstance(owner, torch.nn.Module) for m in owner.modules()]
+    kept = [(m, name, b, b.clone()) for m in modules for name, b in m._buffers.items() if b is not None]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, before in kept:
+                module._buffers[name] = buffer
+                buffer.copy_(before)

@@ -51,10 +51,8 @@ def to(tree: Tree, device: torch.device) -> Tree:
 
 
 def select(tree: Tree, indices: torch.Tensor) -> Tree:
-    """Return the samples `indices` (n,), which are on the tree's device."""
-    if isinstance(tree, torch.Tensor):
-        return tree.index_select(0, indices)
-    return map_tensors(lambda tensor: tensor.index_select(0, indices), tree)
+    """Return the samples `indices` (n,), which are on the tree's device; a tensor without dimensions is all samples'."""
+    return map_tensors(lambda tensor: tensor.index_select(0, indices) if tensor.dim() else tensor, tree)
 
 
 def leaves(tree: Tree) -> list[torch.Tensor]:
@@ -64,6 +62,13 @@ def leaves(tree: Tree) -> list[torch.Tensor]:
     from torch.utils._pytree import tree_leaves
 
     return [leaf for leaf in tree_leaves(tree, is_leaf=_no_leaf) if isinstance(leaf, torch.Tensor)]
+
+
+def only_tensors(tree: Tree) -> bool:
+    """Return whether nothing but tensors is in a tree of dicts and tuples."""
+    if isinstance(tree, dict):
+        return all(map(only_tensors, tree.values()))
+    return all(map(only_tensors, tree)) if isinstance(tree, tuple | list) else isinstance(tree, torch.Tensor)
 
 
 def first(tree: Tree) -> torch.Tensor:
@@ -88,8 +93,9 @@ def unflatten(tensors: Sequence[torch.Tensor], like: Tree) -> Tree:
 
 
 def concatenate(trees: Sequence[Tree]) -> Tree:
-    """Return batches of one structure as one batch."""
-    return unflatten([torch.cat(tensors) for tensors in zip(*map(leaves, trees), strict=True)], trees[0])
+    """Return batches of one structure as one batch. A tensor without dimensions is all samples': it becomes its mean."""
+    each = [torch.cat(t) if t[0].dim() else sum(t) / len(t) for t in zip(*map(leaves, trees), strict=True)]
+    return unflatten(each, trees[0])
 
 
 def named_leaves(tree: Tree) -> list[tuple[str, torch.Tensor]]:
@@ -145,7 +151,12 @@ def signature(tree: Tree) -> tuple[object, ...]:
 
 
 def call(model: Callable[..., Tree], arguments: Tree) -> Tree:
-    """Call a model with a dict's values as keywords, with a tuple's items as positions, or with a tensor."""
+    """Call a model with a dict's values as keywords, with a tuple's items as positions, or with a tensor.
+
+    A function is called with the model: it runs parts of it.
+    """
+    if callable(arguments) and not isinstance(arguments, torch.Tensor):
+        return arguments(model)
     if isinstance(arguments, dict):
         return model(**arguments)
     if isinstance(arguments, tuple):

@@ -133,3 +133,15 @@ def _parameters(setting: str, function: Callable[..., object]) -> Mapping[str, i
         return inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function).parameters
     except (TypeError, ValueError):
         raise UserError(f"{setting} is {type(function).__name__}, which does not tell its parameters: wrap it in a def") from None
+
+
+def bound(function: Callable[..., object], given: tuple[object, ...], keywords: Mapping[str, object]) -> Any:
+    """Return the arguments of a call as `trees.call` takes them: a tensor, a tuple of positions, or a dict of keywords."""
+    signature = inspect.signature(function)
+    if keywords:
+        found = signature.bind(*given, **keywords)
+        given, keywords = found.args, found.kwargs
+    if keywords:  # some can be given by name alone: then all are
+        names = [name for name, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        return {**dict(zip(names[: len(given)], given, strict=True)), **keywords}
+    return given[0] if len(given) == 1 and isinstance(given[0], torch.Tensor) else given

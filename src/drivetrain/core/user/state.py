@@ -120,9 +120,11 @@ class OwnState:
     def untouched(self) -> Iterator[None]:
         """Put back, at the end of the context, what is done within it to the states on this rank."""
         before = {name: copy.deepcopy(owner.state_dict()) for name, owner in self.owners.items()}
-        yield
-        for name, owner in self.owners.items():
-            owner.load_state_dict(before[name])
+        try:
+            yield
+        finally:
+            for name, owner in self.owners.items():
+                owner.load_state_dict(before[name])
 
     def load_state_dict(self, state: StateDict) -> None:
         """Load a `state_dict()`. Raises UserError where ranks have different states, and there are not as many now."""

@@ -1,0 +1,182 @@
+"""What training calls the model with: the arguments of the first call, for samples of the training set.
+
+All that has to try the model before it trains takes these arguments: `context.example`, or `context.first_call` for more samples.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from drivetrain.core.errors import UserError
+from drivetrain.core.step import streams, trees
+from drivetrain.core.step.microbatch import MicroBatch, Request
+from drivetrain.core.step.modules import buffers_kept, unchanged
+from drivetrain.core.step.trees import Forward, Tree
+from drivetrain.core.user import state as owned
+from drivetrain.core.user.call import bound
+from drivetrain.core.user.state import OwnState
+from drivetrain.engine import flops
+from drivetrain.engine.context import RunContext
+from drivetrain.loss import Loss
+
+CLOSE = 1e-3  # relative: two sums of losses that are equal but for rounding
+MOST = 4  # samples of each half
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PartsCall:
+    """The example of a loss that calls parts of the model alone: a function of the model, and a tree of samples."""
+
+    run: Callable[[MicroBatch, torch.nn.Module], None]
+    batch: MicroBatch
+
+    def __call__(self, model: torch.nn.Module) -> None:
+        """Run the loss, with this model in the place of the run's."""
+        self.run(self.batch, model)
+
+
+class _Called(BaseException):
+    """The model is called. The loss is not to catch it."""
+
+
+def samples(context: RunContext) -> int:
+    """Return how many samples an example has: two, or one where a forward of the run gets no more."""
+    return min(2, context.batch.micro_batch(context.parallel.data_world))
+
+
+def read(context: RunContext, rows: torch.Tensor) -> MicroBatch:
+    """Read samples of the training set as its steps get them. It uses up no sample of a stream, and moves no random stream."""
+    data, order = context.train_data, context.memory_format
+    with untouched({} if data.own_code is None else data.own_code.keeps()):
+        x, y = (trees.to(tree, context.device) for tree in data(Request(0, rows % len(data.source), 1.0)))
+    x = trees.map_tensors(lambda t: t.contiguous(memory_format=order) if t.dim() == 4 else t, x)
+    return MicroBatch(x, y, torch.ones((), device=context.device), True, False)
+
+
+@contextmanager
+def untouched(kept: Mapping[str, object]) -> Iterator[None]:
+    """At the end of the context the state of what the user brought, and all random streams, are as they were before."""
+    moved = [(stream, stream.save()) for stream in streams.kept_by(*kept.values())]
+    with OwnState(owned.find(kept)).untouched(), buffers_kept(*kept.values()), streams.apart():
+        try:
+            yield
+        finally:
+            for stream, saved in moved:
+                stream.restore(saved)
+
+
+def of(context: RunContext, model: torch.nn.Module, count: int) -> tuple[MicroBatch, Tree]:
+    """Return so many training samples, and what training calls the model with for them."""
+    batch = read(context, torch.arange(count))
+    return batch, record(context, model, batch)
+
+
+def record(context: RunContext, model: torch.nn.Module, batch: MicroBatch) -> Tree:
+    """Return what the loss calls the model with first, for these samples. No forward of it is run.
+
+    Of a loss that calls parts of the model alone it is a function of the model, which runs the loss. Raises UserError.
+    """
+    arguments = context.model_call.arguments(context.loss.joined(batch.x))
+    if not context.loss.runs_model:
+        return arguments
+
+    def called(_: object, given: tuple[object, ...], keywords: Mapping[str, object]) -> None:
+        raise _Called(bound(model.forward, given, keywords))
+
+    hook = model.register_forward_pre_hook(called, with_kwargs=True, prepend=True)
+    try:
+        _step(context, batch, model)
+        arguments = PartsCall(partial(_step, context), batch)
+    except _Called as call:
+        arguments = trees.map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), call.args[0])
+    except UserError:
+        raise
+    except Exception as error:  # it ends the first step too
+        logger.debug("the loss fails before it calls the model: %s", error)
+    finally:
+        hook.remove()
+    return arguments
+
+
+def _step(context: RunContext, batch: MicroBatch, model: torch.nn.Module) -> None:
+    """Run the loss on samples."""
+    phases = context.run.values["phases"]
+    _run_loss(context, model, lambda loss, run: (loss.of_phase(next(iter(phases))) if phases else loss).step(run, batch))
+
+
+def _run_loss(context: RunContext, model: torch.nn.Module, work: Callable[[Loss, Forward], T], training: bool | None = None) -> T:
+    """Return what `work` does with the loss and the model's forward, with a model in the place of the run's. Nothing stays."""
+    loss, before = context.loss, getattr(context, "model", None)
+    context.model = model
+    try:
+        with untouched(loss.keeps()), unchanged(model, training), torch.enable_grad():
+            return work(loss, context.model_call.taking_batches(model))
+    finally:
+        del context.model
+        if before is not None:
+            context.model = before
+        for total in loss.parts().values():
+            total.zero_()
+
+
+def count(context: RunContext, model: torch.nn.Module) -> flops.ModelFlops:
+    """Count the operations of a sample, over all calls of a loss that runs the model itself.
+
+    A model that cannot take two samples, as where its code has the size of its batch, is given as many as a forward gets.
+    """
+    micro_batch = context.batch.micro_batch(context.parallel.data_world)
+    found = _count(context, model, samples(context))
+    if found.failed and context.first is not None and micro_batch > samples(context):
+        context.first, context.example = context.first_call(model, micro_batch)
+        found = _count(context, model, micro_batch)
+    return found
+
+
+def _count(context: RunContext, model: torch.nn.Module, size: int) -> flops.ModelFlops:
+    if context.first is None or not context.loss.runs_model:
+        return flops.count(model, context.example, size)
+    return flops.count(model, PartsCall(partial(_step, context), context.first), size)
+
+
+def check_split(context: RunContext, model: torch.nn.Module) -> None:
+    """Raise UserError where an update is split, and a loss of the user's then becomes another one, as it compares samples."""
+    loss, world, steps = context.loss, context.parallel.data_world, context.batch.accumulation_steps
+    if steps * world.size == 1 or loss.compares_samples or not loss.keeps():
+        return
+    half = min(MOST, context.batch.micro_batch(world))
+    rows = torch.linspace(0, len(context.train_data.source) - 1, 2 * half).long()
+    try:
+        parts = [read(context, of) for of in (rows, rows, rows[:half], rows[half:])]
+        found = _run_loss(context, model, partial(_evaluated, parts), training=False)
+    except Exception as error:  # it ends the first step too
+        logger.debug("the loss cannot be evaluated: %s", error)
+        return
+    whole, again, split = found[0], found[1], found[2] + found[3]
+    same = [torch.allclose(whole, other, rtol=CLOSE, atol=CLOSE**2) for other in (again, split)]
+    if same == [True, False]:  # else it draws
+        raise UserError(
+            f"{context.run.named('loss')} is {whole[0] / whole[-1]:.6g} for {2 * half} samples, and {split[0] / split[-1]:.6g} "
+            f"where they are split in two, as each update is (micro-batches: {steps}, ranks: {world.size}): a loss that compares "
+            "samples sets `compares_samples = True`, and one that averages over something else than samples has a method `count` "
+            "(docs/losses.md)"
+        )
+
+
+def _evaluated(parts: list[MicroBatch], loss: Loss, forward: Forward) -> list[torch.Tensor]:
+    """Return the sums of an evaluation of each part, which draws otherwise each time."""
+    found = []
+    for number, part in enumerate(parts):
+        streams.seed_all(number)
+        found.append(loss.evaluate(forward, part, need_output=False)[1])
+    return found
