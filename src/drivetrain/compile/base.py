@@ -42,7 +42,7 @@ class Compile(Option, groups.Compile):
     def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> torch.nn.Module:
         """Return the callable that training calls.
 
-        `example` is two samples of zeros, as `trees.call` calls the model with them; `budget` is the share of activations to
+        `example` is what training calls the model with for two samples; `budget` is the share of activations to
         keep.
         """
         return model

@@ -98,7 +98,7 @@ class Parallel(Option, groups.Parallel):
     def shard(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> None:
         """Shard the model over the ranks, in place.
 
-        `dtype` is autocast's, `example` two samples of zeros, as `trees.call` calls the model with them.
+        `dtype` is autocast's, `example` what training calls the model with for two samples.
         """
 
     def plain_parameters(self, model: torch.nn.Module) -> AbstractContextManager[None]:
