@@ -216,7 +216,7 @@ def test_list_a_key_of_no_group(here: Callable[..., Done]) -> None:
         (("forecast", "device=h1000"), ("device=h1000: must be one of 'here', 'b200'",)),
         (("forecast", "device=1000"), ("device=1000: must be one of 'here', 'b200'",)),
         (("forecast", "--device=RTX"), ("device=rtx: must be one of 'here', 'b200'",)),
-        (("train", "hydra/launcher=submitit_slurm"), ("'hydra/launcher=submitit_slurm': it is for several runs: say -m",)),
+        (("train", "hydra/launcher=submitit_slurm"), ("'hydra/launcher=submitit_slurm'", "behind -m")),
         (("train", "optimizer.lr=interval(1,2)"), ("say -m hydra/sweeper=optuna before it, or give one value",)),
         (("train", "-m", "optimizer.lr=interval(1,2)"), ("or search by -m hydra/sweeper=optuna",)),
         (("train", "-m", "epochs=1,2", "hydra/launcher=submitit_slurm"), ("there is no sbatch and no srun here",)),

@@ -422,8 +422,9 @@ def _count_flops(context: RunContext, model: torch.nn.Module) -> flops.ModelFlop
     if counted.needs_two:
         refuse(summary.single_sample(context, context.batch, counted.needs_two))
     if counted.failed and context.without_values is None:
-        with context.precision.autocast():
-            run_once(model, context.example, training=True)  # it says what is wrong, where that is not the counting
+        # It says what is wrong, where that is not the counting. Out of memory, training halves its micro-batch.
+        with suppress(torch.OutOfMemoryError), context.precision.autocast():
+            run_once(model, context.example, training=True)
     return counted._replace(per_sample=None, reason=reason) if reason else counted
 
 

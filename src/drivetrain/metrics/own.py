@@ -137,6 +137,11 @@ class OwnMetric(Metric):
             except UserError:
                 raise
             except Exception as error:  # it may be undefined for so few
+                if isinstance(output, torch.Tensor) and len(output) != (samples := trees.length(target)):
+                    raise UserError(
+                        f"metrics.own.target={self.target} gets {len(output)} outputs for {samples} samples and cannot be computed "
+                        f"of them ({type(error).__name__}): set metrics=[]"
+                    ) from error
                 logger.warning(
                     "metrics.own.target=%s cannot be tried on %d samples (%s: %s): it is first computed in the first evaluation",
                     self.target, trees.length(target), type(error).__name__, str(error).partition("\n")[0],

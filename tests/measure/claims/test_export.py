@@ -283,7 +283,7 @@ def test_two_recipes(diff):
     Path("a.yaml").write_text(CLAIM)
     said = diff("a.yaml", "naive", "epochs=3")
     found = cells(said)
-    assert found["precision"] == ["bf16", "fp32"]
+    assert found["precision"] == ["bf16", "tf32"]
     assert found["optimizer"] == ["adamw", "sgd"]
     assert found["optimizer.lr"] == ["0.003", "0.02"]
     assert "optimizer.nesterov" not in found, "an option's settings stand there only where both have them"

@@ -21,13 +21,15 @@ class Position(NamedTuple):
 
 
 def positions() -> dict[int, Position]:
-    """Return the positions in this process's open files, by descriptor."""
+    """Return the positions in this process's open files that it can read, by descriptor. Others, as a log, serve no sample."""
+    import fcntl
+
     found = {}
     with contextlib.suppress(OSError):
         for number in map(int, os.listdir(LISTED)):
             with contextlib.suppress(OSError):  # the descriptor of the list itself, which is closed by now
                 about = os.fstat(number)
-                if stat.S_ISREG(about.st_mode):
+                if stat.S_ISREG(about.st_mode) and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
                     found[number] = Position(os.lseek(number, 0, os.SEEK_CUR), about.st_dev, about.st_ino)
     return found
 

@@ -306,5 +306,5 @@ def devices_in_use() -> dict[str, types.ModuleType]:
     if device is None:
         return {}
     module = get_device_module(device)
-    in_use = module.is_available() if device.type == "mps" else module.is_initialized()
+    in_use = module.is_available() if device.type == "mps" else getattr(module, "is_initialized", bool)()
     return {device.type: module} if in_use else {}
