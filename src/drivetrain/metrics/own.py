@@ -139,8 +139,8 @@ class OwnMetric(Metric):
             except Exception as error:  # it may be undefined for so few
                 if isinstance(output, torch.Tensor) and len(output) != (samples := trees.length(target)):
                     raise UserError(
-                        f"metrics.own.target={self.target} gets {len(output)} outputs for {samples} samples and cannot be computed "
-                        f"of them ({type(error).__name__}): set metrics=[]"
+                        f"metrics.own.target={self.target} gets {len(output)} outputs for {samples} samples, and cannot be "
+                        f"computed of them ({type(error).__name__}): set metrics=[]"
                     ) from error
                 logger.warning(
                     "metrics.own.target=%s cannot be tried on %d samples (%s: %s): it is first computed in the first evaluation",
