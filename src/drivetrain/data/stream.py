@@ -307,9 +307,9 @@ class Reads:
 
     def state_dict(self) -> dict[str, object]:
         """Return where the reads are: the state before the batch, and how much of it was taken."""
-        if self._parked is not None:
-            return dict(self._parked)
         at = {"rank": self.world.rank, "ranks": self.world.size, "workers": self.workers}
+        if self._parked is not None:  # perhaps by what tried a sample before the ranks were known
+            return {**self._parked, **at}
         return {**at, "passes": self._passes, "before": self._before, "served": self._served}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
