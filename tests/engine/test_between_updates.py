@@ -90,7 +90,7 @@ def test_a_wait_between_updates_is_ended_and_says_so(tiny, stuck):
 def test_in_the_middle_of_an_update_nothing_can_be_saved(tiny, stuck, monkeypatch):
     """The random numbers of half an update are drawn: it ends later, for the last checkpoint."""
     monkeypatch.setattr(signals, "STOP_WAIT_S", 0.3)
-    stuck(6)
+    stuck(7)  # the first read is that of the example
     stopped = drivetrain.train(tiny(*RUN, "batch=accumulate", "batch.accumulation_steps=2"))
     assert (stopped.status, stopped.updates) == ("interrupted", 2), stopped.error
     assert not (Path(stopped.run_dir) / "checkpoints").exists()
@@ -102,7 +102,7 @@ def test_an_update_that_lasts_longer_than_any_wait_is_finished_and_saved(tiny, m
 
     def read(self, indices):
         reads.append(indices)
-        if len(reads) == 6:
+        if len(reads) == 7:  # the first is that of the example
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signals.NUDGE)
         return fetch(self, indices)
@@ -112,7 +112,7 @@ def test_an_update_that_lasts_longer_than_any_wait_is_finished_and_saved(tiny, m
     stopped = drivetrain.train(tiny(*RUN, "loader=sync", "batch=accumulate", "batch.accumulation_steps=4"))
     assert stopped.error.startswith("stopped by a signal at update 2: go on with resume=")
     assert [path.name for path in (Path(stopped.run_dir) / "checkpoints").iterdir()] == ["2"]
-    assert len(reads) == 8
+    assert len(reads) == 9
 
 
 def test_a_process_that_was_not_told_to_stop_reads_on():

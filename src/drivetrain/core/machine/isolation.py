@@ -210,7 +210,7 @@ def _set_precisions(given: tuple[str, bool, dict[tuple[str, str], str]]) -> None
 def _set_environment(given: dict[str, str]) -> None:
     for name in os.environ.keys() - given.keys():
         del os.environ[name]
-    os.environ.update(given)
+    os.environ.update({name: value for name, value in given.items() if os.environ.get(name) != value})
 
 
 def _seed_again(seed: int) -> None:
