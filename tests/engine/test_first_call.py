@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -127,10 +128,9 @@ def test_operations_are_those_of_all_calls(built):
 def test_a_batch_that_is_a_number_in_the_code_is_tried_whole(built):
     words = [*VALUES, "model.target=odd_calls.Fixed", "loss.target=odd_calls.error"]
     assert built(*words, "batch.global_batch=8").log.mfu.model.per_sample > 0
-    said = refused(*words, "batch.global_batch=16")
-    assert said.startswith(
-        "the model cannot be run on an example of what it is called with, a tensor (n, 8) (RuntimeError: The size"
-    )
+    failed = drivetrain.train([*WORDS, *words, "batch.global_batch=16"])
+    assert failed.status == "failed"
+    assert re.search(r"odd_calls\.py:\d+.*RuntimeError: The size", str(failed.error)), failed.error
     assert not list(Path().glob("outputs/*/*/checkpoints"))
 
 

@@ -222,7 +222,7 @@ METRIC = """
 values = []  # of the next evaluations
 
 def said(output, target):
-    return values.pop(0) if len(output) > 2 else 0.0  # a run tries it on two samples
+    return values.pop(0) if len(output) != 12 else 0.0  # a run tries it on a micro-batch
 """
 NAN = float("nan")
 RUN_UNDEFINED = [

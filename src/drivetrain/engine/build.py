@@ -423,9 +423,12 @@ def _count_flops(context: RunContext, model: torch.nn.Module) -> flops.ModelFlop
     if counted.needs_two:
         refuse(summary.single_sample(context, context.batch, counted.needs_two))
     if counted.failed and context.without_values is None:
-        # It says what is wrong, where that is not the counting. Out of memory, training halves its micro-batch.
-        with suppress(torch.OutOfMemoryError), context.precision.autocast():
-            run_once(model, context.example, training=True)
+        # The model's own error, with the line of its code, where it is not the counting. Out of memory, a micro-batch is halved.
+        try:
+            with suppress(torch.OutOfMemoryError), context.precision.autocast():
+                run_once(model, context.example, training=True)
+        except UserError as error:
+            raise error.__cause__ or error from None
     return counted._replace(per_sample=None, reason=reason) if reason else counted
 
 
