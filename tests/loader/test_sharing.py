@@ -18,6 +18,7 @@ from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.machine import open_files
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
+from drivetrain.data import sharing
 from drivetrain.data.collation import OwnCollate, Stack
 from drivetrain.data.own import OwnSource
 from drivetrain.loader import Loader, Pipeline
@@ -285,6 +286,8 @@ ROWS = [
 @pytest.mark.parametrize(("kind", "name"), ROWS)
 def test_every_loader_reads_right_or_refuses(kind, name, path, monkeypatch):
     monkeypatch.setattr("drivetrain.loader.auto.ROUNDS", 1)
+    if kind in NOT_BY_THREADS:  # a thread's turn comes, however busy the machine
+        monkeypatch.setattr(sharing, "WAIT_S", 10.0)
     loader, work = LOADERS[name](), pipeline(kind, path)
     loader.autotune(work, 4, 6, CPU)
     if not (refused := loader.refusal(work)):
@@ -295,7 +298,8 @@ def test_every_loader_reads_right_or_refuses(kind, name, path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", NOT_BY_THREADS)
-def test_what_threads_cannot_read_at_once_is_named(kind, path):
+def test_what_threads_cannot_read_at_once_is_named(kind, path, monkeypatch):
+    monkeypatch.setattr(sharing, "WAIT_S", 10.0)
     problem = Threads(num_threads=2).refusal(pipeline(kind, path))
     assert "two threads at once" in problem
     assert NOT_BY_THREADS[kind] in problem
