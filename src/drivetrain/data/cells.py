@@ -85,6 +85,7 @@ class Cells:
     ) -> None:  # fmt: skip
         self.columns, self.source, self.lines = columns, source, lines
         self.numbers = np.arange(len(self)) if numbers is None else numbers
+        self._keys: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -92,7 +93,9 @@ class Cells:
     def __getitem__(self, rows: slice | np.ndarray) -> Cells:
         """Return some rows: a slice, or where a mask is true."""
         columns = {name: values[rows] for name, values in self.columns.items()}
-        return Cells(columns, self.source, self.lines, self.numbers[rows])
+        some = Cells(columns, self.source, self.lines, self.numbers[rows])
+        some._keys = None if self._keys is None else self._keys[rows]
+        return some
 
     def subset(self, indices: torch.Tensor) -> Cells:
         """Return some rows (n,)."""
@@ -111,6 +114,8 @@ class Cells:
 
     def keys(self) -> np.ndarray:
         """Return a number (n,) uint64 for each row by its content, in whichever order its columns and rows stand."""
+        if self._keys is not None:
+            return self._keys
         total = np.zeros(len(self), np.uint64)
         for name, values in self.columns.items():
             if isinstance(values, Words):
@@ -119,7 +124,8 @@ class Cells:
             for part, numbers in enumerate(values.reshape(len(values), -1).T):
                 bits = np.where(np.isnan(numbers), np.nan, numbers + 0.0).view(np.uint64)
                 total += _mixed(bits ^ hash_of([f"{name}.{part}"]))
-        return _mixed(total)
+        self._keys = _mixed(total)
+        return self._keys
 
     def fractions(self) -> np.ndarray:
         """Return a number in [0, 1) for each row, a hash of its content: the same one when rows are added or moved."""

@@ -163,11 +163,10 @@ class Rows(Tensors):
         made._rows = indices if self._rows is None else self._rows[indices]
         return made
 
-    def identities(self) -> list[bytes]:
-        """Return the key of each row."""
-        keys = self._keys if self._rows is None else self._keys[self._rows.numpy()]
-        content = keys.tobytes()
-        return [content[start : start + 8] for start in range(0, len(content), 8)]
+    def identities(self) -> torch.Tensor:
+        """Return the key of each row, int64 (n,)."""
+        keys = torch.from_numpy(self._keys.view(np.int64))
+        return keys if self._rows is None else keys[self._rows]
 
 
 class TextRows(LabelledTexts):
