@@ -44,6 +44,7 @@ EXAMPLES = {
     "stream": Example(updates=100, learns=True),
     "diffusion": Example(ends=True),
     "dino": Example(),
+    "clip": Example(learns=True),
 }
 
 
@@ -117,7 +118,8 @@ def test_it_trains_as_the_loop_beside_it(name: str, example: Callable[[str], Tra
 
 
 @pytest.mark.parametrize(
-    ("name", "middle"), [("balanced", 14), ("curriculum", 14), ("truncated_backpropagation", 12), ("diffusion", 17), ("dino", 17)]
+    ("name", "middle"),
+    [("balanced", 14), ("curriculum", 14), ("truncated_backpropagation", 12), ("diffusion", 17), ("dino", 17), ("clip", 17)],
 )
 def test_it_resumes_exactly_in_the_middle_of_an_epoch(name, middle, words, stop_at):  # noqa: F811
     given = words(name)

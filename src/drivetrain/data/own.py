@@ -177,9 +177,9 @@ class OwnDataset(Data):
         return x, next(iter(images), None)
 
     def _values(self, source: OwnSource) -> int:
-        """Return how many numbers the target of a sample is, where targets are values. Raises UserError for classes."""
+        """Return how many numbers the target of a sample is, where it is no class. Raises UserError for classes."""
         _, y = source.fetch(torch.tensor([0]))
-        if self.targets == "values":
+        if self.targets in ("values", "pair"):
             return sum(leaf.numel() for leaf in trees.leaves(y))
         problem = (
             f"data.target={self.target} does not say how many classes it has: set data.classes=N, or give it an attribute "
