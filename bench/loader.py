@@ -106,7 +106,7 @@ def ours(overrides: Sequence[str], epochs: int, sync: BlockSync) -> None:
     run, cpu = prepare(overrides).run, torch.device("cpu")
     data = run.data.load(cpu)
     pipeline = Pipeline(data.train, tuple(run.augment), None, 0, data.classes)
-    batch, numbers = run.batch.over(run.data.order_of(data.train)), count()
+    batch, numbers = run.batch.over(run.data.order_of(data.train, run)), count()
 
     def several() -> Iterator[Any]:
         each = (batch.requests(0, next(numbers), World(), True) for _ in range(epochs))

@@ -101,6 +101,10 @@ BESIDE = {
     ("data", "labels_csv"): ["data.path=table.csv", "data.target=kind", "data.size=8"],
     ("data", "masks"): ["data.root=masked", "data.size=8", "data.holdout=0.3", "model=unet", "model.width=4"],
     ("data", "text"): ["data.path=texts.txt", "data.length=32", *TEXT[4:]],
+    ("data", "mix"): [
+        "data.sources={a: {option: text, path: texts.txt, length: 32}, b: {option: text, path: texts.txt, length: 32}}",
+        *TEXT[4:],
+    ],
     ("data", "instructions"): ["data.length=128", *TEXT[4:]],
     ("data", "jsonl"): ["data.path=texts.jsonl", "data.length=32", *TEXT[4:]],
     ("data", "diabetes"): ["loss=mse"],

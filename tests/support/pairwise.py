@@ -164,6 +164,11 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "data=masks": [f"data.root={folder}/masked", "data.size=32", "data.holdout=0.3", "model=unet"],
         "data=jsonl": [f"data.path={folder}/texts.jsonl", "data.length=32", "model=gpt", "loss=next_token"],
         "data=text": [f"data.path={folder}/texts.txt", "data.length=32", "model=gpt", "loss=next_token"],
+        "data=mix": [
+            f"data.sources={{a: {{option: text, path: {folder}/texts.txt, length: 32}}}}",
+            "model=gpt",
+            "loss=next_token",
+        ],
         "data=instructions": ["task=instruction"],
         "data=words": [f"data.path={folder}/words.jsonl", "data.length=32", *bert, "loss=token"],
         "data=diabetes": ["loss=mse", "model=mlp"],

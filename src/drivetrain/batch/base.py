@@ -117,7 +117,7 @@ class Batch(Option, groups.Batch):
         kinds = run.loss.takes if run.data.targets is None else (run.data.targets,)
         self.weighs_by_length = kinds == ("tokens",)
         self.together, self.evaluated = run.loss.evaluated_together, run.values["evaluate_batch"]
-        self.order = run.data.order_of(context.data.train)
+        self.order = run.data.order_of(context.data.train, run)
         self.measure(context.data.train, context.seed, context.parallel.data_world)
 
     def over(self, order: Order) -> Self:

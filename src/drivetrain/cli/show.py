@@ -94,7 +94,7 @@ def _horizon(run: RunSpec) -> Horizon:
         import torch
 
         source = Data.of(run).load_sets(torch.device("cpu")).train
-        batch = Batch.of(run).over(run.data.order_of(source))
+        batch = Batch.of(run).over(run.data.order_of(source, run))
         batch.measure(source, run.runtime.seed, World())
         samples = batch.order.length
         over = horizons.run_horizon(run, samples, batch)

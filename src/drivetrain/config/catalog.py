@@ -18,6 +18,7 @@ from drivetrain.core.typed import JsonMapping, JsonObject
 
 # groups of which several options may be added up, as loss=[a,b], and the class that does
 SUMS = {"loss": "drivetrain.loss.sum.Sum"}
+PARTS = {"data": "sources"}  # the setting whose entries are further options of the group, by names of the user's
 LISTS = ("surgery", "augment", "metrics", "logger")  # groups of which several options are chosen at once
 EXPERIMENTS = "experiment"  # the folder of a config dir that holds recipes, as Hydra's users name it
 

@@ -18,12 +18,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from drivetrain.config import callbacks, recipe_checks, schema, stage_configs
-from drivetrain.config.catalog import LISTS, options, shipped_targets
+from drivetrain.config.catalog import LISTS, PARTS, content, option_files, options, shipped_targets
 from drivetrain.config.composed import Composed, references
 from drivetrain.config.plugins import trusted_packages
 from drivetrain.config.schema import Schema, Where
 from drivetrain.config.stage_configs import Planned
-from drivetrain.core.errors import UserError, collecting, refuse
+from drivetrain.core.errors import UserError, collecting, did_you_mean, refuse
 from drivetrain.core.machine import paths
 from drivetrain.core.machine.files import read_yaml
 from drivetrain.core.options import phases, selection
@@ -217,6 +217,15 @@ def _by_group(run: RunSpec) -> Iterator[tuple[str, Option]]:
 def _sections(group: str, composed: Composed) -> Iterator[tuple[str, JsonObject]]:
     """The key of each of the group's options in the config, and its settings; before a sum, those of what it adds up."""
     section, choice = composed.plain.get(group) or {}, composed.choices[group]
+    parts = section.get(PARTS[group]) if group in PARTS else None
+    for name, given in parts.items() if isinstance(parts, dict) else ():
+        option = given.get("option") if isinstance(given, dict) else None
+        file = option_files(composed.config_dirs)[group].get(str(option))
+        if file is None:
+            known = did_you_mean(str(option), options(composed.config_dirs)[group])
+            raise UserError(f"{group}.{PARTS[group]}.{name}.option={option} is no option of {group}: {known}")
+        whole = content(file)
+        yield f"{group}.{PARTS[group]}.{name}", {**whole, **given, "_target_": whole["_target_"]}
     yield from ((f"{group}.{name}", section[name]) for name in (choice if isinstance(choice, list) else ()) if name != "none")
     if group not in LISTS:
         yield group, section
@@ -261,8 +270,10 @@ def _make(
     """One option as an object, or None with its `problems`. A sum gets the options that it adds up, which are `made` already."""
     if cls is None:
         return None
-    parts = {name: made[f"{prefix}.{name}"] for name in section if f"{prefix}.{name}" in made}
-    values, wrong = _checked(prefix, schema.of(cls), section, {"_target_", *parts}, composed)
+    below = f"{prefix}.{PARTS[prefix]}" if prefix in PARTS else prefix
+    parts = {key.removeprefix(f"{below}."): part for key, part in made.items() if key.startswith(f"{below}.")}
+    but = {"_target_", *(() if prefix in PARTS else parts), *(["option"] if prefix.count(".") > 1 else [])}
+    values, wrong = _checked(prefix, schema.of(cls), section, but, composed)
     problems += wrong.values()
     return None if wrong or None in parts.values() else cls(**values, **({"parts": parts} if parts else {}))
 

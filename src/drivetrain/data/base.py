@@ -182,7 +182,7 @@ class Data(Option, groups.Data):
     order: Sampling = "shuffled"
     # A share of the training set, a set of its own, auto (that, else a share), or several sets of these by name.
     validation: Validation | Mapping[str, object] = None
-    stage_keys: ClassVar[tuple[str, ...]] = ("size",)
+    stage_keys: ClassVar[tuple[str, ...]] = ("size", "weights", "weights.*")
     why_fixed: ClassVar[str] = "the samples and their order are one for the whole run"
     test: Any = field(init=False, default=None)  # the test set, or several by name, where the user chooses it
     # Inputs are sequences of tokens, which may differ in length; None where only the user knows.
@@ -311,8 +311,8 @@ class Data(Option, groups.Data):
         given = shares[0] if shares else self.validation
         return AUTO_SHARE if given == "auto" else given if isinstance(given, float) else None
 
-    def order_of(self, source: Source) -> Order:
-        """Return the order in which the samples of the training set come. Raises UserError."""
+    def order_of(self, source: Source, run: RunSpec) -> Order:
+        """Return the order in which the samples of the training set come in a run. Raises UserError."""
         order = self._order_of(source)
         if order.at is None and order.length > LARGE:
             gib = 8 * order.length / 2**30

@@ -166,8 +166,8 @@ class Data:
         """Return the names of the sets that models are selected by; one alone is \"\"."""
 
     @abstractmethod
-    def order_of(self, source: Source) -> Order:
-        """Return the order in which the samples of the training set come. Raises UserError."""
+    def order_of(self, source: Source, run: Any) -> Order:
+        """Return the order in which the samples of the training set come in a run. Raises UserError."""
 
     @abstractmethod
     def train_samples(self) -> int | None:
