@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 OLDEST ?= .venv-oldest
+NEWEST ?= .venv-newest
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LOCKED := --no-build-isolation --require-hashes -r requirements
@@ -11,7 +12,7 @@ MUTANTS := build/mutants
 TESTS  ?= $(sort $(foreach module,$(MODULES),tests/$(firstword $(subst /, ,$(module)))))
 LOCK   := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate -c constraints.txt
 
-.PHONY: train test test-slow test-oldest fuzz mutants check docs bench wheel audit lock clean
+.PHONY: train test test-slow test-oldest test-newest fuzz mutants check docs bench wheel audit lock clean
 
 train: $(VENV)/.installed          ## train the default recipe on real data
 	$(BIN)/python -m src.train $(ARGS)
@@ -35,6 +36,14 @@ mutants: $(VENV)/.tested           ## MODULES="scheduler core/rng": change their
 test-oldest: $(OLDEST)/.installed  ## what depends on torch's version, with the oldest torch that pyproject.toml promises
 	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" -rs tests/cuda tests/optimizer tests/compile tests/precision tests/test_contract.py $(ARGS)
 
+test-newest: $(VENV)/.tested       ## what depends on Hydra, with the newest pre-releases of hydra-core and omegaconf
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check $(LOCKED)/tools.txt
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check $(LOCKED)/test.txt
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --pre --upgrade --no-deps hydra-core omegaconf
+	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" -rs tests/config tests/sweeps tests/cli $(ARGS)
+
 check: $(VENV)/.tested
 	$(BIN)/ruff check src tests bench examples docs/site
 	$(BIN)/ruff format --check src tests bench examples docs/site
@@ -43,6 +52,7 @@ check: $(VENV)/.tested
 docs: $(VENV)/.tested              ## the documentation as a site, to read and search without a network: outputs/site/index.html
 	$(PIP) $(LOCKED)/docs.txt
 	$(BIN)/python -m bench.pairwise --minutes 0
+	$(BIN)/python -m bench.limits
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.tested             ## our step against other loops, interleaved; results to bench/results
@@ -89,4 +99,4 @@ $(VENV)/.tested: $(VENV)/.installed requirements/test.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist

@@ -34,7 +34,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support import command, same_end
+from tests.support import command, same_end, traced
 
 from bench import harness
 from bench.syscalls import Tracer
@@ -44,6 +44,10 @@ RUN = (
     "optimizer=adamw", "scheduler=cosine", "ema=ema", "augment=[flip_crop]", "augment.flip_crop.pad=1",
     "batch.global_batch=12", "updates=14", "log_every=1", "runtime.device=cpu", "runtime.threads=1",
 )  # fmt: skip
+TRANSFORMER = (
+    "model=timm", "model.name=vit_tiny_patch16_224",
+    "model.kwargs={img_size: 4, patch_size: 2, depth: 2, embed_dim: 16, num_heads: 4}",
+)  # fmt: skip
 TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "loader": {name: (f"loader={name}",) for name in ("sync", "workers", "threads", "resident", "device", "auto")},
     "parallel": {
@@ -51,6 +55,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "split": ("parallel=split", "parallel.devices=[cpu,cpu]"),
         **{f"{name} of 4": (f"parallel={name}", "parallel.nproc=4") for name in ("ddp", "fsdp")},
         "pipeline of 4": ("parallel=pipeline", "parallel.nproc=4", "parallel.stages=2"),
+        **{f"tensor of {n}": ("parallel=tensor", f"parallel.nproc={n}", *TRANSFORMER) for n in (2, 4)},
     },
     "precision": {name: (f"precision={name}",) for name in ("fp32", "bf16", "amp", "bf16_pure")},
     "saving": {
@@ -105,9 +110,14 @@ class Ended(NamedTuple):
     killed: str  # what was killed, and where; empty where it had ended before
 
 
-def run(words: Sequence[str], place: Path, kill: Kill | None, reference: Reference | None) -> tuple[Ended, int]:
-    """Run a command, and kill it. Return how it ended, and how many calls it made that change files."""
-    process = command.start("train", "-q", *words, cwd=place, env={"TRACED": "1"})
+def run(
+    words: Sequence[str], place: Path, kill: Kill | None, reference: Reference | None, hashed: bool = False
+) -> tuple[Ended, int]:
+    """Run a command, and kill it. Return how it ended, and how many calls it made that change files.
+
+    A `hashed` one writes the hash of every gradient.
+    """
+    process = command.start("train", "-q", *words, cwd=place, env={"TRACED": "1", "HASHES": str(int(hashed))})
     struck: list[str] = []
 
     def strike(task: int | None = None, call: str = "") -> None:
@@ -164,7 +174,8 @@ class Case(NamedTuple):
 
 def words_of(names: Names) -> list[str]:
     """The command line of a combination."""
-    return [*RUN, *itertools.chain(*(TABLE[axis][name] for axis, name in zip(TABLE, names, strict=True))), SAVES]
+    chosen = [*itertools.chain(*(TABLE[axis][name] for axis, name in zip(TABLE, names, strict=True)))]
+    return [*(word for word in RUN if not (word.startswith("model") and TRANSFORMER[0] in chosen)), *chosen, SAVES]
 
 
 def combinations(draw: random.Random, folder: Path) -> Iterator[Names]:
@@ -197,7 +208,7 @@ def judge(names: Names, reference: Reference, draw: random.Random, folder: Path)
         for number in range(2 + MORE_KILLS):
             more = number == 0 or (number <= MORE_KILLS and draw.random() < 0.5)
             kill = Kill.drawn(draw) if more else None
-            ended, _ = run(_resume(place, words_of(names)), place, kill, reference)
+            ended, _ = run(_resume(place, words_of(names)), place, kill, reference, traced.HASHED in names)
             if ended.killed:
                 kills.append(ended.killed)
             if (wrong := _wrong(ended)) is not None:
@@ -207,6 +218,11 @@ def judge(names: Names, reference: Reference, draw: random.Random, folder: Path)
         different = same_end.differences(_newest(place), reference.run_dir)
         left = [p.name for p in (_newest(place) / "checkpoints").glob(".*")]
         if different or left:
+            if traced.HASHED in names:  # whose arithmetic is in doubt: both runs' states, and the hash of every gradient
+                kept = Path(tempfile.mkdtemp(prefix="drivetrain-kills-"))
+                shutil.copytree(place, kept / "killed")
+                shutil.copytree(reference.run_dir.parents[2], kept / "unbroken")
+                different = [f"(kept in {kept})", *different]
             return Case(names, kills, DIVERGENT, f"{len(different)} differ: {different[:40]}, left behind: {left}")
         return Case(names, kills, SAME, "")
     finally:
@@ -240,7 +256,7 @@ def unbroken(names: Names, folder: Path) -> Reference | Case:
     """Train a combination without a break. Return the run, or what came of it where it failed."""
     place = harness.place_in(folder, "traced.py")
     began = time.perf_counter()
-    ended, calls = run(words_of(names), place, None, None)
+    ended, calls = run(words_of(names), place, None, None, traced.HASHED in names)
     if ended.code != 0:
         return Case(names, [], UNTRAINED, f"exit {ended.code}: {ended.err.strip()[-600:]}")
     return Reference(command.only_run(place / "outputs"), time.perf_counter() - began, calls)

@@ -11,4 +11,4 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # works uninstal
 from drivetrain.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.exit(main(["train", *sys.argv[1:]], program=True))

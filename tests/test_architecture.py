@@ -170,6 +170,12 @@ def test_no_circle_of_files_or_packages():
     assert cycles(packages) == [], f"these packages import each other: {HELP}"
 
 
+def test_one_module_writes_csv():
+    """It knows formulas."""
+    writes = [name for name, path in MODULES.items() if re.search(r"csv\.writer|DictWriter|to_csv\(", path.read_text())]
+    assert writes == ["core.machine.csv_rows"]
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_module_imports_the_launcher_or_the_checkout(package):
     for module in modules_of(package):
@@ -179,11 +185,32 @@ def test_no_module_imports_the_launcher_or_the_checkout(package):
 @pytest.mark.parametrize("module", [*GROUPS, "saving", "engine", "core"])
 def test_no_config_library_below_the_config_side(module):
     """The config is resolved once: what runs sees plain values, never OmegaConf's."""
-    files = [p for name, p in MODULES.items() if name.split(".")[0] == module and name != "core.options.overrides"]
+    files = [
+        p
+        for name, p in MODULES.items()
+        if name.split(".")[0] == module and name not in ("core.options.overrides", "core.options.hydra_parts")
+    ]
     assert files
     for path in files:
         assert not {n for n in imports(path) if n.split(".")[0] in ("omegaconf", "hydra")}
         assert "OmegaConf" not in path.read_text()
+
+
+def test_one_module_uses_what_hydra_does_not_document():
+    """So the next Hydra is answered in one place."""
+    documented = ("omegaconf.errors.", "hydra.errors.", "hydra.compose", "hydra.initialize_config_dir")
+
+    def is_internal(name: str) -> bool:
+        outside = name.startswith(("hydra.", "omegaconf.")) and not name.startswith(documented)
+        return outside and (name.count(".") > 1 or re.match("_(?!_)", name.split(".")[-1]) is not None)
+
+    assert is_internal("hydra._internal.utils.x")
+    assert is_internal("omegaconf._utils")
+    assert not is_internal("omegaconf.OmegaConf")
+    using = {name for name, path in MODULES.items() if any(map(is_internal, imports(path, for_types=True)))}
+    assert using == {"core.options.hydra_parts"}
+    members = re.compile(r"OmegaConf\._|\b(hydra|omegaconf)\._|\._(get_node|get_flag|set_flag|metadata|content|resolve_\w+)\(")
+    assert not [name for name, path in MODULES.items() if members.search(path.read_text()) and name != "core.options.hydra_parts"]
 
 
 def test_settings_are_plain_values_when_they_reach_an_option(make):

@@ -8,6 +8,7 @@ import tomllib
 
 import pytest
 import yaml
+from bench import limits
 
 import drivetrain
 from tests.support.command import ROOT
@@ -56,3 +57,17 @@ def test_citation_and_hooks():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 800
+
+
+def test_the_table_of_limits_is_that_of_the_code():
+    """`python -m bench.limits` writes it. Each limit of the packages that read strangers' files is in it."""
+    text = limits.PAGE.read_text(encoding="utf-8")
+    assert limits.page(text) == text
+    package = ROOT / "src" / "drivetrain"
+    files = [path for folder in ("recipe", "run", "saving") for path in (package / folder).glob("*.py")]
+    found = set()
+    for path in [*files, package / "core/machine/files.py", package / "data/untrusted.py", package / "data/stored.py"]:
+        module = ".".join(path.relative_to(package).with_suffix("").parts)
+        for names in re.findall(r"^((?:MAX|MOST|LARGEST|LONGEST|DEEPEST)[A-Z_, ]*) = ", path.read_text(), re.M):
+            found |= {f"{module}:{name}" for name in names.split(", ")}
+    assert found - {place for _, _, place in limits.LIMITS} == set()

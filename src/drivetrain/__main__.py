@@ -6,4 +6,4 @@ remove_working_directory()
 
 from drivetrain.cli.main import main  # noqa: E402
 
-sys.exit(main(sys.argv[1:]))
+sys.exit(main(sys.argv[1:], program=True))

@@ -15,7 +15,7 @@ import pytest
 from safetensors import SafetensorError
 
 from drivetrain.cli import main
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, without_logins
 from drivetrain.launch.job import prepare
 from tests.support.command import (
     OWN,
@@ -421,3 +421,29 @@ def test_a_disk_that_cannot_be_written_is_told(
     assert main.main(["export"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(says)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.weights=https://bob:s3cret@host/w.safetensors"], ["model.weights='s3://bob:s3cret@host/w'"],
+        ["resume=https://bob:s3cret@host/run"], ["recipe=https://bob:s3cret@host/r.yaml"], ["recipe=login"],
+        ["data=webdataset", "data.train=https://bob:s3cret@host/x-0.tar"], ["nosuch=https://bob:s3cret@host"],
+        ["https://bob:s3cret@host/x"], ["logger=[mlflow]", "logger.mlflow.uri=https://bob:s3cret@host"],
+        ["output_dir=https://s3cret@host/x"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_login_in_an_address_is_neither_shown_nor_kept(refused, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "login.yaml").write_text("model: {weights: 'https://bob:s3cret@host/w'}\n")
+    said = refused("train", *words)
+    assert "error:" in said
+    assert "s3cret" not in said
+
+
+def test_a_login_in_an_address_is_hidden_in_what_is_printed():
+    assert without_logins("at https://bob:pw@host/x, s3://key@bucket") == "at https://<redacted>@host/x, s3://<redacted>@bucket"
+    assert without_logins("https:/bob:p@w@host") == "https:/<redacted>@host"
+    for text in ("https://host/a@b", "mail me@host: now", "models:/name@best", "C:/x@y", "a:b@c"):
+        assert without_logins(text) == text

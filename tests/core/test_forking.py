@@ -202,7 +202,7 @@ def test_what_fails_is_told(capfd):
 
 
 def test_work_that_hangs_is_ended():
-    with pytest.raises(NoAnswer, match="it hangs: it took longer than 0 minutes and was ended"):
+    with pytest.raises(NoAnswer, match="it hangs: it took longer than 0 s and was ended"):
         answer_of(lambda answer: signal.pause(), "it hangs", limit_s=0.0)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import drivetrain
 from drivetrain.core.errors import DataError, UserError
+from drivetrain.data import instructions
 from drivetrain.data.instructions import DEFAULT, ChatTemplate, exercises, in_words, messages_of
 from drivetrain.inference.loaded import load
 from tests.data.test_model_tokenizer import SIZES, tokenizer
@@ -62,6 +64,46 @@ def folder_of(kind: str, tmp_path: Path, template: str = MARKS, **more) -> Path:
 def _files(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
+
+
+HOSTILE = {
+    "class": "{{ ''.__class__.__mro__ }}",
+    "globals": "{{ cycler.__init__.__globals__ }}",
+    "attribute": "{{ messages|attr('append') }}{{ 0()}}",
+    "format": "{{ '{0.__class__}'.format(1) }}{{ 1 / 0 }}",
+    "change": "{{ messages.append(1) }}",
+    "include": "{% include '/etc/passwd' %}",
+    "import": "{% import 'os' as os %}",
+    "itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "syntax": "{% for %}",
+    "refuses": "{{ raise_exception('no') }}",
+}
+
+
+@pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE)
+def test_a_strangers_template_does_nothing_but_write_text(template):
+    with pytest.raises(DataError, match="chat template refuses"):
+        ChatTemplate(template).prompt(TALKS[0])
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}", "it took longer than 0.1 s"),
+        ("{{ 10 ** (10 ** 9) }}", "it took longer than 0.1 s"),
+        ("x" * 70_000, "70,000 characters"),
+        (7, "none that transformers writes"),
+        (["text"], "none that transformers writes"),
+        ([{"name": "default", "template": {"a": 1}}], "none that transformers writes"),
+    ],
+)
+def test_a_strangers_template_is_bounded(tmp_path, monkeypatch, template, says):
+    monkeypatch.setattr(instructions, "TEMPLATE_S", 0.1)
+    data = instructions.Instructions(path=None)
+    settings = {"chat_template": template}
+    data._model = SimpleNamespace(tokenizer_files=lambda: (tmp_path, settings))
+    with pytest.raises(UserError, match=says):
+        data._chat()
 
 
 def words(folder: Path, *more: str) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
+import os
 import sysconfig
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from drivetrain.core.world import World
 from drivetrain.data.base import IGNORE_INDEX
 from drivetrain.data.jsonl import Jsonl, TextFiles
 from drivetrain.data.text import BEGIN, VOCABULARY, LabelledTexts, Stdlib, Texts
-from drivetrain.data.tokenizer import from_json
+from drivetrain.data.tokenizer import BytePairs, from_json
 from drivetrain.loss.language import NextToken
 from drivetrain.model.shipped import Gpt
 
@@ -481,3 +483,39 @@ def test_an_empty_text_is_encoded(texts, tokenizer):
     for label in ("animal", None):
         option = Jsonl(path=str(texts), test=str(texts), label=label, tokenizer=tokenizer, vocabulary=300)
         assert len(option.encode("", option.load(CPU))) == 1
+
+
+TOKENS = {"a": 0, "b": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": {"type": "BPE", "vocab": {**TOKENS, "z": 10**9}, "merges": []}}, "a number of 10 digits"),
+        ({"added_tokens": [{"id": 10**8, "content": "<q>"}]}, "a number of 9 digits"),
+        ({"model": {"type": "BPE", "vocab": {**TOKENS, "z": -1}, "merges": []}}, "is no tokenizer"),
+        ({"model": None}, "is no tokenizer"),
+        (
+            {"normalizer": functools.reduce(lambda n, _: {"type": "Sequence", "normalizers": [n]}, range(300), {})},
+            "is no tokenizer",
+        ),
+        ("[]", "is no tokenizer"),
+        ('{"a":' * 100_000, "is no tokenizer"),
+        (b"\xff\x00", "is no tokenizer"),
+        (None, "is no tokenizer"),
+    ],
+)
+def test_a_strangers_tokenizer_is_refused_before_it_takes_memory(tmp_path, change, says):
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    whole = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": TOKENS, "merges": []}}
+    if change is None:
+        os.mkfifo(path)
+    else:
+        text = json.dumps({**whole, **change}) if isinstance(change, dict) else change
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=says):
+        BytePairs.loaded(path)
+    path.unlink()
+    path.write_text(json.dumps(whole))
+    assert BytePairs.loaded(path).size == 2

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import multiprocessing
+import os
 import pickle
+import random
 import shutil
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -225,6 +230,121 @@ def test_a_cache_that_cannot_be_written(texts, large, tmp_path, monkeypatch):
 
 def test_texts_need_no_packing(texts, refused):
     assert "large texts are tokenized once by themselves" in refused("pack", texts / "rows.jsonl", texts / "out", "data=jsonl")
+
+
+# --- a cache that is not what was written ---
+
+
+def all_samples(splits: Splits) -> list[list[torch.Tensor]]:
+    return [[x.clone() for x in part.fetch(torch.arange(len(part)))] for part in sets(splits)]
+
+
+def flips(files: Sequence[Path], number: int, seed: int) -> Iterator[tuple[Path, bytes]]:
+    """Each file shortened, then with one bit that is another, at drawn places; as its bytes."""
+    draw = random.Random(seed)
+    for n in range(number):
+        path = files[n % len(files)]
+        content = bytearray(path.read_bytes())
+        at = draw.randrange(len(content))
+        content[at] ^= 1 << draw.randrange(8)
+        yield path, bytes(content[:at] if n % 4 == 3 else content)
+
+
+@pytest.mark.parametrize("number", [24, pytest.param(2_000, marks=pytest.mark.slow)])
+def test_a_changed_cache_is_refused_or_gives_the_same_samples(texts, large, number):
+    made = option(texts, "labelled")
+    expected = all_samples(made.load_sets(CPU))
+    (folder,) = (texts.parent / "cache").iterdir()
+    files, refused = [folder / name for name in ("index.json", "texts.data", "texts.table")], 0
+    for path, content in flips(files, number, 5):
+        before = path.read_bytes()
+        path.write_bytes(content)
+        said, found = "", expected
+        try:
+            found = all_samples(made.load_sets(CPU))
+        except UserError as error:
+            said = str(error)
+        refused += str(folder) in said
+        if not said:  # it was in what is only told of the texts
+            assert path.name == "index.json"
+            assert all(
+                torch.equal(x, y) for one, other in zip(expected, found, strict=True) for x, y in zip(one, other, strict=True)
+            )
+        path.write_bytes(before)
+    assert refused > number / 2
+
+
+def test_a_cache_of_other_texts_is_refused(texts, large):
+    """A folder that was copied over another one: its hashes are right."""
+    option(texts, "labelled").load_sets(CPU)
+    (first,) = (texts.parent / "cache").iterdir()
+    rows = (texts / "rows.jsonl").read_text().splitlines()
+    (texts / "rows.jsonl").write_text("\n".join(rows[9:]))
+    option(texts, "labelled").load_sets(CPU)
+    (second,) = {*(texts.parent / "cache").iterdir()} - {first}
+    shutil.rmtree(second)
+    shutil.copytree(first, second)
+    with pytest.raises(UserError, match=r"index.json is that of other texts: remove"):
+        option(texts, "labelled").load_sets(CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": 999}, "of version 999"),
+        ({"dtype": "object"}, "dtype"),
+        ({"names": None, "key": 7}, "key"),
+        (None, "no index"),
+    ],
+)
+def test_an_index_of_another_version_or_form_is_refused(texts, large, change, says):
+    made = option(texts, "rows")
+    made.load_sets(CPU)
+    (index,) = (texts.parent / "cache").glob("*/index.json")
+    index.write_text("{" if change is None else json.dumps({**json.loads(index.read_text()), **change}))
+    with pytest.raises(UserError, match=says):
+        made.load_sets(CPU)
+
+
+@pytest.mark.parametrize(
+    "journal", [{"bytes": "ab"}, {"bytes": [1]}, {"samples": "3"}, {"names": [1]}, {"bytes": [-1, 0]}, "[]", "{"]
+)
+def test_a_journal_of_another_form_is_refused(texts, large, journal, monkeypatch):
+    made = option(texts, "rows")
+    monkeypatch.setattr(tokens, "write_index", None)
+    with pytest.raises(TypeError):
+        made.load_sets(CPU)
+    (path,) = (texts.parent / "cache").glob("*/*.journal")
+    path.write_text(journal if isinstance(journal, str) else json.dumps({**json.loads(path.read_text()), **journal}))
+    with pytest.raises(UserError, match="is damaged"):
+        made.load_sets(CPU)
+
+
+def test_several_writers_at_once_make_one_cache(texts, large):
+    made, fork = option(texts, "labelled"), multiprocessing.get_context("fork")
+    several = [fork.Process(target=made.load_sets, args=(CPU,)) for _ in range(3)]
+    for each in several:
+        each.start()
+    for each in several:
+        each.join()
+    assert [each.exitcode for each in several] == [0, 0, 0]
+    assert len(all_samples(made.load_sets(CPU))[0][0]) > 100
+    assert len([*(texts.parent / "cache").iterdir()]) == 1
+
+
+def test_a_full_disk_and_a_cache_that_is_no_folder(texts, large, monkeypatch):
+    (texts.parent / "file").touch()
+    with pytest.raises(UserError, match=r"cannot be written \(Not a directory\): set data.cache"):
+        option(texts, "rows", cache=str(texts.parent / "file")).load_sets(CPU)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match=r"cannot be written \(No space left on device\): make room"):
+            option(texts, "rows").load_sets(CPU)
+    assert len(all_samples(option(texts, "rows").load_sets(CPU))[0][0]) > 100  # it goes on
 
 
 # --- trained ---

@@ -15,6 +15,7 @@ from drivetrain.core.errors import Diverged, Interrupted, UserError
 from drivetrain.core.machine import process
 from drivetrain.core.machine.signals import StopFlag
 from drivetrain.core.world import World
+from drivetrain.engine import kernels
 from drivetrain.run.result import Result
 from drivetrain.saving import checkpoint_io
 
@@ -215,6 +216,18 @@ def test_a_loss_that_is_not_finite_ends_the_run_as_diverged(train, updates):
     assert result.status == "diverged"
     assert re.search("the loss .*is (nan|inf|not finite)", result.error)
     assert result.updates <= 3
+
+
+@pytest.mark.parametrize("wrong", [math.nan, 1e9, 1.0])
+def test_a_kernel_that_is_wrong_is_named_instead_of_the_rate(make, wrong):
+    trainer = make()
+    name, weight = next((name, each) for name, each in trainer.model.named_parameters() if each.dim() > 1)
+    weight.register_hook(lambda grad: grad * (wrong if torch.backends.mkldnn.enabled else 1.0))
+    before = {name: each.clone() for name, each in trainer.model.state_dict().items()}
+    said = kernels.explained(Diverged("the loss is nan", ": lower the rate"), trainer)
+    assert ("lower the rate" in said) == (wrong == 1.0)
+    assert (f"{name} (Linear)" in said) == (wrong != 1.0)
+    assert all(torch.equal(each, before[name]) for name, each in trainer.model.state_dict().items())
 
 
 def test_a_loss_that_is_not_finite_is_not_saved(make, tmp_path):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import drivetrain
 from drivetrain.cli import main
 from drivetrain.cli.finished import export
 from drivetrain.core.errors import UserError
 from drivetrain.inference.loaded import load
-from tests.support import later, slow
+from tests.support import command, later, slow
 
 transformers, peft = later.package("transformers"), later.package("peft")
 
@@ -138,6 +141,52 @@ def test_a_folder_of_peft_that_does_not_fit_is_refused(key, value, says, make, t
     (tmp_path / "theirs").mkdir()
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, key: value}
     (tmp_path / "theirs" / "adapter_config.json").write_text(json.dumps(config))
-    (tmp_path / "theirs" / "adapter_model.safetensors").write_bytes(b"")
+    save_file({}, tmp_path / "theirs" / "adapter_model.safetensors")
     with pytest.raises(UserError, match=says):
         make("model.hidden=[8,8]", "adapter=lora", "adapter.rank=4", "adapter.alpha=8", f"adapter.weights={tmp_path / 'theirs'}")
+
+
+def _of_base(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {f"base_model.model.{name}": 0 * each for name, each in model.named_parameters() if "lora" not in name}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "says"),
+    [
+        ({}, _of_base, "in one of both alone"),  # weights of the model itself, that no setting names
+        ({}, lambda _: {"base_model.model.nowhere": torch.ones(1)}, "in one of both alone"),
+        ({}, lambda model: {name: each[:1] for name, each in _adapters(model).items()}, "of another shape"),
+        ({}, lambda model: {name: each * math.nan for name, each in _adapters(model).items()}, "not finite"),
+        ({"modules_to_save": 7}, lambda _: {}, "TypeError"),
+        ("[]", lambda _: {}, "AttributeError"),
+        ('{"a":' * 9_999, lambda _: {}, "nested too deep"),
+        ("{}", lambda _: {}, "KeyError: 'r'"),
+        ({}, b"\xff" * 99, "SafetensorError"),
+        ({}, None, "is no folder with"),
+    ],
+)
+def test_a_strangers_adapter_changes_nothing_else(config, tensors, says, make, tmp_path):
+    words = ["model.hidden=[8,8]", "adapter=lora", "adapter.rank=4", "adapter.alpha=8"]
+    (tmp_path / "run").mkdir()
+    folder = command.empty(tmp_path / "theirs")
+    whole = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+    (folder / "adapter_config.json").write_text(config if isinstance(config, str) else json.dumps({**whole, **config}))
+    file = folder / "adapter_model.safetensors"
+    if tensors is None:
+        os.mkfifo(file)
+    elif isinstance(tensors, bytes):
+        file.write_bytes(tensors)
+    else:
+        model = make(*words).model
+        save_file({name: each.detach().contiguous() for name, each in {**_adapters(model), **tensors(model)}.items()}, file)
+    with pytest.raises(UserError, match=says):
+        make(*words, f"adapter.weights={folder}")
+
+
+def _adapters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    parts = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
+    return {
+        f"base_model.model.{name.rpartition('.')[0]}.{parts[name.rpartition('.')[2]]}": each
+        for name, each in model.named_parameters()
+        if name.rpartition(".")[2] in parts
+    }

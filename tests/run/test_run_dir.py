@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import multiprocessing
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from omegaconf import OmegaConf
 from drivetrain.launch.job import prepare
 from drivetrain.logger.files import as_rows
 from drivetrain.recipe import write
-from drivetrain.run import reader, recipe_file
+from drivetrain.run import directory, reader, recipe_file
 from tests.support.command import (
     OWN,
     TINY,
@@ -300,3 +302,20 @@ def test_a_run_with_awkward_paths(tmp_path: Path) -> None:
     ended = train(f"resume={run_dir}", "updates=3", cwd=tmp_path)
     assert ended.code == 0, ended
     assert result(run_dir)["updates"] == 3
+
+
+def test_temporary_folders_of_killed_runs_go_with_the_next_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("drivetrain-run-killed", "drivetrain-run-lives", "drivetrain-gpu-0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".lock").touch()
+    (tmp_path / "drivetrain-run-link").symlink_to(tmp_path / "drivetrain-gpu-0")
+    with directory.locked(tmp_path / "drivetrain-run-lives"), directory.temporary() as folder:
+        kept = {"drivetrain-run-lives", "drivetrain-gpu-0", "drivetrain-run-link"}
+        assert {path.name for path in tmp_path.iterdir()} == {folder.name, *kept}
+        assert (tmp_path / "drivetrain-gpu-0" / ".lock").exists()
+        assert multiprocessing.util.get_temp_dir() == str(folder)
+        with directory.temporary():
+            assert folder.is_dir()
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    assert multiprocessing.current_process()._config.get("tempdir") != str(folder)

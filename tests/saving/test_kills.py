@@ -25,7 +25,7 @@ from drivetrain.loader import Pipeline, workers
 from drivetrain.loader.workers import Workers
 from drivetrain.logger.files import Files
 from drivetrain.saving import checkpoint_io
-from tests.support import same_end
+from tests.support import same_end, traced
 from tests.support.waiting import LIMIT_S
 
 NAMES = ("sync", "single", "fp32", "last")
@@ -64,6 +64,21 @@ def test_kills_of_many_combinations() -> None:
     cases = kills.campaign(24, 1, 2)
     assert [case for case in cases if case.outcome != kills.SAME] == []
     assert len(cases) == 24
+
+
+def test_each_gradient_has_a_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So two runs that should be the same tell the update and the parameter at which they part."""
+    monkeypatch.chdir(tmp_path)
+    weights = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), torch.nn.Parameter(torch.ones(2, 2))]
+    optimizer = torch.optim.SGD(weights)
+    for value in (1.0, 1.0, 1.0078125):  # a unit in the last place
+        weights[0].grad, weights[1].grad = torch.full_like(weights[0], value), torch.ones(2, 2)
+        traced.hash_gradients(optimizer)
+    (file,) = tmp_path.glob("gradients-*.jsonl")
+    first, same, other = map(json.loads, file.read_text().splitlines())
+    assert first == same
+    assert [a == b for a, b in zip(first["gradients"], other["gradients"], strict=True)] == [False, True]
+    assert first["weights"] == other["weights"]
 
 
 def test_what_ends_of_a_killed_run_are_faults() -> None:

@@ -7,10 +7,13 @@ no other, for the tracer of bench.syscalls. Without a tracer these calls fail, s
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import json
 import os
 import struct
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 CALLS = (1, 2, 18, 20, 74, 75, 76, 77, 82, 83, 84, 85, 87, 257, 258, 263, 264, 285, 316)  # as bench.syscalls names them
 TRACE, ALLOW = 0x7FF00000, 0x7FFF0000
@@ -30,6 +33,25 @@ def halt_at_calls() -> None:
 
 if os.environ.pop("TRACED", ""):
     halt_at_calls()
+
+
+HASHED = "bf16_pure"  # the precision whose gradients are hashed
+HASHES = "gradients-{}.jsonl"  # beside the run, of each process
+
+
+def hash_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Append to a file the hashes of an optimizer's weights and gradients, before it steps: equal weights tell equal updates."""
+    weights = [each for group in optimizer.param_groups for each in group["params"]]
+    sums = [
+        [hashlib.sha256(each.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16] for each in tensors]
+        for tensors in (weights, [each.grad for each in weights if each.grad is not None])
+    ]
+    with open(HASHES.format(os.getpid()), "a", encoding="utf-8") as file:
+        file.write(json.dumps(dict(zip(("weights", "gradients"), sums, strict=True))) + "\n")
+
+
+if os.environ.get("HASHES") == "1":
+    register_optimizer_step_pre_hook(hash_gradients)
 
 
 class Pictures(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):

@@ -447,6 +447,32 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
     assert (study.best_trial.number, study.best_value, study.direction.name) == (3, 0.75, "MAXIMIZE")
 
 
+def test_a_study_that_was_changed_is_refused_or_gives_none_of_its_values(tmp_path: Path) -> None:
+    """A sweep's folder may be a stranger's: its study gives no value that the search's own words do not."""
+    import optuna
+
+    words = ("model=mlp", LR, "hydra.sweeper.n_trials=3")
+    _, search = a_search(tmp_path / "s", *words)
+    (entry, *_) = search.ask(1)
+    ended(entry, "completed", 0.5)
+    search.tell(entry)
+    file = tmp_path / "s" / "study.db"
+    whole = file.read_bytes()
+    for content in (b"no database", whole[: len(whole) // 2], whole[:100] + bytes(len(whole) - 100)):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"study.db is no study of Optuna's"):
+            a_search(tmp_path / "s", *words)
+    file.unlink()
+    study = optuna.create_study(storage=f"sqlite:///{file}", study_name="search", direction="maximize")
+    for axis in (CategoricalDistribution(["0.1 trust=[evil]"]), FloatDistribution(1.0, 1e9)):
+        value = axis.choices[0] if isinstance(axis, CategoricalDistribution) else 2.0
+        study.add_trial(optuna.create_trial(params={"optimizer.lr": value}, distributions={"optimizer.lr": axis}, value=0.9))
+    sweep, search = a_search(tmp_path / "t", *words)
+    (tmp_path / "t" / "study.db").write_bytes(file.read_bytes())
+    sweep, search = a_search(tmp_path / "t", *words)
+    assert (search.kept, sweep.entries) == ([], [])
+
+
 def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
     words = (
         "model=mlp",

@@ -18,11 +18,12 @@ import pytest
 
 import drivetrain
 from drivetrain.core.machine import files
+from drivetrain.core.machine.csv_rows import spreadsheet
 from drivetrain.run import reader
 from drivetrain.ui import output, sheet
 from drivetrain.ui.pages import charts, run, style
 from drivetrain.ui.pages.charts import Axis, ChartLine
-from drivetrain.ui.sheet import Drawn, PagePart, Sheet, Table, commands, folded, heading, remarks, spreadsheet, words
+from drivetrain.ui.sheet import Drawn, PagePart, Sheet, Table, commands, folded, heading, remarks, words
 from tests.support import made_pages, pages
 
 
@@ -449,7 +450,7 @@ def test_a_cell_is_no_formula():
         "+nan +HYPERLINK(A1)", "-1 s+1", "-1  s", "+1 @x", "-1\n=2", "＝1+1",
     ):  # fmt: skip
         assert spreadsheet(text) == f"'{text}", text
-    for text in ("-1.5", "-3.2 ms", "+1e-3", "–", "", "a=b", "1,000", "-inf", "-1,000.5 samples"):
+    for text in ("-1.5", "-3.2 ms", "+1e-3", "–", "", "a=b", "1,000", "-inf", "-1,000.5 samples", "-[12]", None, -1.5):
         assert spreadsheet(text) == text, text
 
 

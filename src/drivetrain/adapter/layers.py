@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import nn
@@ -224,29 +225,35 @@ def load_peft(model: torch.nn.Module, folder: Path, rank: int, alpha: float, dor
     setting = f"adapter.weights={folder}"
     if not ((folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()):
         raise UserError(f"{setting} is no folder with {CONFIG} and {WEIGHTS}, as peft's save_pretrained writes them")
-    config = files.read_json(folder / CONFIG)
-    if odd := [f"{key}={config[key]}" for key, values in PLAIN.items() if config.get(key, values[0]) not in values]:
+    try:  # anybody may have made it
+        config = files.read_json(folder / CONFIG)
+        odd = [f"{key}={config[key]}" for key, values in PLAIN.items() if config.get(key, values[0]) not in values]
+        theirs = {
+            "adapter.rank": config["r"],
+            "adapter.alpha": config["lora_alpha"],
+            "adapter": "dora" if config.get("use_dora") else "lora",
+        }
+        heads = [f".{head}." for head in config.get("modules_to_save") or ()]
+        given = {name.removeprefix(BEFORE): t for name, t in safetensors.torch.load_file(folder / WEIGHTS).items()}
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        raise UserError(f"{setting} is not as peft's save_pretrained writes it ({type(error).__name__}: {error})") from None
+    if odd:
         raise UserError(f"{setting} has {', '.join(odd)}, which adapter=lora and adapter=dora do not know: save it merged")
     own = {"adapter.rank": rank, "adapter.alpha": alpha, "adapter": "dora" if dora else "lora"}
-    theirs = {
-        "adapter.rank": config["r"],
-        "adapter.alpha": config["lora_alpha"],
-        "adapter": "dora" if config.get("use_dora") else "lora",
-    }
     if other := [f"{key}={value}" for key, value in theirs.items() if value != own[key]]:
         raise UserError(f"{setting} was trained with {' '.join(other)}: set that")
-    given = {name.removeprefix(BEFORE): t for name, t in safetensors.torch.load_file(folder / WEIGHTS).items()}
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}
     wanted = {
         f"{layer}.{part}": getattr(m, ours) for layer, m in layers.items() for ours, part in PARTS.items() if hasattr(m, ours)
     }
     parameters = dict(model.named_parameters())
-    wanted |= {name: parameters[name] for name in given if name in parameters}
-    unlike = sorted(wanted.keys() ^ given.keys()) or [n for n, t in given.items() if t.shape != wanted[n].shape]
+    wanted |= {name: parameters[name] for name in given if name in parameters and any(head in f".{name}" for head in heads)}
+    unlike = sorted(wanted.keys() ^ given.keys())
+    unlike = unlike or [n for n, t in given.items() if t.shape != wanted[n].shape or not t.float().isfinite().all()]
     if unlike:
         raise UserError(
-            f"{setting} does not fit the adapters of this model: {', '.join(unlike[:4])}: in one of both alone, "
-            "or of another shape: set adapter.targets to its target_modules, and the model that it was trained on"
+            f"{setting} does not fit the adapters of this model: {', '.join(unlike[:4])}: in one of both alone, of another "
+            "shape, or not finite: set adapter.targets to its target_modules, and the model that it was trained on"
         )
     with torch.no_grad():
         for name, parameter in wanted.items():

@@ -12,4 +12,4 @@ if __name__ == "__main__":
     from drivetrain.core.machine.forking import end_with_input
 
     end_with_input()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], program=True))

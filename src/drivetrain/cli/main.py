@@ -18,21 +18,13 @@ from drivetrain.ui import output, terminal
 from drivetrain.ui.output import PLAIN, echo, echo_traceback, fold
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; its exit code."""
-    if argv is None:  # the program itself
-        remove_working_directory()
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if "#" in argv:  # a comment that was pasted with its command into zsh, which takes it for words
-        del argv[argv.index("#") :]
-    if "--plain" in argv:
-        argv.remove("--plain")
-        os.environ[PLAIN] = "1"
-    terminal.prepare_output()
-    fetch.on_fetch[:] = [output.show]
+def main(argv: Sequence[str] | None = None, program: bool = False) -> int:
+    """Run the command line; its exit code. With `program`, or without `argv`, the process ends with it."""
     try:
-        with ended_by_signals():  # a run has its own way with them
-            return _dispatch(argv)
+        with ended_by_signals(to_the_end=program or argv is None):  # a run has its own way with them
+            if argv is None:
+                remove_working_directory()
+            return _dispatch(_prepared(sys.argv[1:] if argv is None else argv))
     except (KeyboardInterrupt, Interrupted) as error:
         echo(str(error) or "interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -43,6 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         for problem in problems:
             echo(f"error: {problem}", file=sys.stderr)
         return code
+
+
+def _prepared(argv: Sequence[str]) -> list[str]:
+    """Prepare the output; the words without those that are for it."""
+    argv = list(argv)
+    if "#" in argv:  # a comment that was pasted with its command into zsh, which takes it for words
+        del argv[argv.index("#") :]
+    if "--plain" in argv:
+        argv.remove("--plain")
+        os.environ[PLAIN] = "1"
+    terminal.prepare_output()
+    fetch.on_fetch[:] = [output.show]
+    return argv
 
 
 def _answer(error: Exception) -> tuple[int, Sequence[str]]:

@@ -14,6 +14,7 @@ from drivetrain.cli.arguments import FLAG, Command
 from drivetrain.config import catalog, hydra_words, plugins
 from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.machine.paths import conf_dir, recipes_dir
+from drivetrain.core.machine.signals import StopFlag
 from drivetrain.launch.job import Job, prepare, prepare_run
 from drivetrain.recipe import places
 from drivetrain.run import environment
@@ -112,7 +113,7 @@ def _run(job: Job, quiet: bool) -> int:
 
     if launcher.started_from_python():
         end_with_parent(signal.SIGTERM)  # so that the run of a program that was killed is saved, and ends
-    result = launcher.launch(job, quiet=quiet)
+    result = launcher.launch(job, quiet=quiet, stop=StopFlag(last=True))
     if result.run_dir is not None and not launcher.started_from_python():  # this is rank 0
         terminal.show_result(result, noted=not quiet)
         if not quiet:

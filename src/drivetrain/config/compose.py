@@ -29,7 +29,7 @@ from drivetrain.config.composed import Composed
 from drivetrain.config.hydra_words import instead, is_hydra_override, off_switch
 from drivetrain.config.keys import KeySetter, replaced
 from drivetrain.config.other_tools import USUAL, suggestion
-from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.errors import LOGIN, UserError, did_you_mean
 from drivetrain.core.machine.paths import conf_dir
 from drivetrain.core.options.overrides import format_value, parse_each
 from drivetrain.core.typed import JsonObject
@@ -88,6 +88,11 @@ def compose(
     composed.doubtful = {*failed} if all_parsed else {*failed, "an override"}
     setter = KeySetter(composed.unresolved, composed.choices, config_dirs)
     for key, value in values.items():
+        if LOGIN.search(str(value)) and "${" not in str(value):
+            problems.append(
+                f"{composed.where(key)}{key}={value}: an address with a login in it would stay in the run's files: name it "
+                "without, or by a variable of the environment, as ${oc.env:ADDRESS}"
+            )
         if key.split(".")[0] in failed:
             problem = setter.unknown_in_group(key, value)
         else:
@@ -265,8 +270,9 @@ def _by_hydra(choices: JsonObject, config_dirs: Sequence[str]) -> JsonObject:
 def _hydra_compose(overrides: tuple[str, ...], folders: tuple[Path, ...]) -> JsonObject:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
+
+    from drivetrain.core.options.hydra_parts import GlobalHydra
 
     search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
     before, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # that of a script with @hydra.main

@@ -64,14 +64,15 @@ def _translated(override: str, groups: Mapping[str, Sequence[str]], config_dirs:
 
 def _matching(override: str, known: Sequence[str]) -> list[str]:
     """The known names that the glob of an override matches. Raises UserError."""
-    from hydra.core.override_parser.types import Glob
     from hydra.errors import HydraException
+
+    from drivetrain.core.options.hydra_parts import parsed
 
     try:
         glob = parse(override).value()
     except HydraException:
         glob = None
-    found = glob.filter(list(known)) if isinstance(glob, Glob) else []
+    found = glob.filter(list(known)) if isinstance(glob, parsed.Glob) else []
     if not found:
         raise UserError(f"'{override}' matches nothing: there is: {', '.join(known)}")
     return found

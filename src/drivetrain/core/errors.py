@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -23,8 +24,17 @@ class UserError(ValueError):
         return type(self), (self.problems,)
 
 
+LOGIN = re.compile(r"(?<=://)[^\s/]+(?=@)|(?<=\w:/)[^\s/:]+:[^\s/]*(?=@)")  # in an address, also one that was taken for a path
+
+
+def without_logins(text: str) -> str:
+    """Return a text without the user names and passwords in its addresses."""
+    return LOGIN.sub("<redacted>", text)
+
+
 def _shown(text: str) -> str:
-    """The message with its control characters replaced and the middle of a long one left out: it may quote a stranger's file."""
+    """The message without logins and control characters, and without the middle of a long one: it may quote a stranger's file."""
+    text = without_logins(text)
     if len(text) > MOST_SHOWN:
         begin, end = text[: 2 * MOST_SHOWN // 3], text[-MOST_SHOWN // 4 :]
         text = f"{begin} … {len(text) - len(begin) - len(end):,} characters … {end}"
@@ -55,7 +65,11 @@ class DataError(UserError):
 
 
 class Diverged(RuntimeError):
-    """The loss is not finite. Exit code 3."""
+    """The loss is not finite. Exit code 3. The message is `what` diverged, and the advice."""
+
+    def __init__(self, what: str, advice: str = "") -> None:
+        super().__init__(what + advice)
+        self.what = what
 
 
 class CallbackError(RuntimeError):

@@ -14,6 +14,7 @@ from typing import Any
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
+from drivetrain.core.machine.forking import answer_of
 from drivetrain.core.options.allowed import ColumnName
 from drivetrain.core.options.option import Count, RunSpec, needs_extra
 from drivetrain.data.base import Splits
@@ -28,6 +29,8 @@ ONES = [
     "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
 ]  # fmt: skip
 TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+
+MOST_TEMPLATE, TEMPLATE_S = 2**16, 10.0  # characters of a chat template, and seconds for its first two messages
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +95,10 @@ class Instructions(Jsonl):
     def _chat(self) -> ChatTemplate:
         """The template: that of the model's own tokenizer, where the data takes that, else drivetrain's."""
         if self._template is None:
-            self._template = ChatTemplate() if self._model is None else ChatTemplate.of(self._model.tokenizer_files()[1])
+            found = ChatTemplate() if self._model is None else ChatTemplate.of(self._model.tokenizer_files()[1])
+            if found.text != DEFAULT:  # a stranger's: it may loop for days
+                _: list[str] = answer_of(lambda answer: answer(found.ends), "the chat template of the model's folder", TEMPLATE_S)
+            self._template = found
         return self._template
 
     def _kept_template(self, data: Splits) -> ChatTemplate:
@@ -215,12 +221,19 @@ class ChatTemplate:
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> ChatTemplate:
         """Return the template in a tokenizer's settings; else the default."""
-        named = {name: settings.get(name) for name in SPECIAL}
-        special = {name: value["content"] if isinstance(value, Mapping) else value for name, value in named.items() if value}
-        text = settings.get("chat_template")
-        if isinstance(text, list):  # several by name
-            text = next((each["template"] for each in text if each.get("name") == "default"), None)
-        return cls(text or DEFAULT, special)
+        try:
+            named = {name: settings.get(name) for name in SPECIAL}
+            special = {name: value["content"] if isinstance(value, Mapping) else value for name, value in named.items() if value}
+            text = settings.get("chat_template")
+            if isinstance(text, list):  # several by name
+                text = next((each["template"] for each in text if each.get("name") == "default"), None)
+            found = cls(text or DEFAULT, special)
+            "".join([found.text, *special.values()])  # they are texts
+        except (AttributeError, KeyError, TypeError):
+            raise UserError("the tokenizer_config.json of the model's folder is none that transformers writes") from None
+        if len(found.text) > MOST_TEMPLATE:
+            raise UserError(f"the chat template has {len(found.text):,} characters: it may have {MOST_TEMPLATE:,}")
+        return found
 
     def prompt(self, messages: Messages) -> str:
         """Return the text of messages, up to where an answer begins. Raises DataError."""
@@ -267,7 +280,7 @@ class ChatTemplate:
         try:
             about = {"chat_template": self.text, "add_generation_prompt": asks, "return_assistant_tokens_mask": marks}
             texts, spans = render([list(messages)], **about, **self.special)
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise DataError(f"the chat template refuses these messages: {error}") from None
         return texts[0], spans[0] if marks else []
 

@@ -31,7 +31,7 @@ CHUNK = 16 << 20  # bytes written between two entries of the journal, about
 FAULT = 1 << 16  # bytes that the system maps at once where one is read
 INDEX: dict[str, object] = {"kind": str, "names": list[str] | None, "splits": dict[str, dict[str, Any]]}
 OF_IMAGES: dict[str, object] = {"shape": list[int], "classes": int, "normalize": dict[str, list[float]] | None}
-OF_TEXTS: dict[str, object] = {"dtype": str, "files": dict[str, str]}
+OF_TEXTS: dict[str, object] = {"dtype": str, "files": dict[str, str], "key": str}
 IMAGES, TEXTS = ("uint8", "jpeg"), ("tokens",)  # kinds of samples
 KINDS = {IMAGES: OF_IMAGES, TEXTS: OF_TEXTS}
 DTYPES = ("uint8", "int16", "int32")
@@ -115,6 +115,9 @@ def _begun(journal: Path, about: str) -> dict[str, Any]:
     try:
         found = json.loads(read_whole(journal, MOST_INDEX))
         found = {name: found[name] for name in begun}
+        known = fits(found["samples"], int) and fits(found["names"], list[str]) and fits(found["bytes"], list[int])
+        if not known or len(found["bytes"]) != 2 or min(found["bytes"]) < 0:
+            raise ValueError
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{journal} is damaged: give another folder, or remove {journal.parent}") from None
     if found["about"] != about:

@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,6 +31,7 @@ from drivetrain.data.untrusted import digest_of
 
 KEPT = "tokenizer.json"  # in the run's directory
 SETTINGS = "tokenizer_config.json"  # beside the file of a model's own tokenizer
+MOST_DIGITS = 7  # of a token's number in a tokenizer.json
 LISTS = ("vocab", "merges")  # of a model of byte pairs; the rest are settings
 SWITCHES = dict[str, bool | None]
 
@@ -206,9 +208,12 @@ class BytePairs(Tokenizer):
         from tokenizers import Tokenizer
 
         try:
+            text = read_text(path.resolve())
+            if far := re.search(rf'"\s*:\s*(\d{{{MOST_DIGITS + 1},}})', text):  # the library takes memory for all numbers below
+                raise ValueError(f"a number of {len(far[1])} digits, and those of tokens have at most {MOST_DIGITS}")
             with _errors_of_the_library():
-                return BytePairs(Tokenizer.from_file(str(path)))
-        except ValueError as error:
+                return BytePairs(Tokenizer.from_str(text))
+        except (OSError, ValueError) as error:
             raise UserError(f"{key}={path} is no tokenizer of the tokenizers library: {error}") from None
 
 
@@ -432,6 +437,8 @@ def _in_memory(work: Work) -> Documents:
 def _opened(folder: Path) -> Documents:
     """Return the documents of a folder. Raises UserError where it is damaged."""
     index = read_index(folder, TEXTS)
+    if index["key"] != folder.name:
+        raise damaged(folder / "index.json", "is that of other texts")
     table, dtype = StoredSamples.rows(folder, index, SET), getattr(torch, index["dtype"])
     if table.shape[1] != KEY + 1:
         raise damaged(folder / f"{SET}.table", "is no table of texts")
@@ -468,7 +475,7 @@ def _write(folder: Path, about: str, prepare: Callable[[], Work], size: int) -> 
         entry = write_set(folder, SET, about, samples, lambda done: None, work.names)
         write_index(folder, {
             "kind": TEXTS[0], "dtype": str(work.dtype()).removeprefix("torch."), "names": work.names, "about": about,
-            "files": dict(work.files), "splits": {SET: entry},
+            "files": dict(work.files), "splits": {SET: entry}, "key": folder.name,
         })  # fmt: skip
 
 

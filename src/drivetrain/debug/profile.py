@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 import os
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.machine import files
+from drivetrain.core.machine.csv_rows import csv_rows
 from drivetrain.core.options.option import Count, CountOrZero
 from drivetrain.core.typed import JsonObject
 from drivetrain.debug.window import Window
@@ -122,15 +122,15 @@ def _memory(events: list[JsonObject], file: Path, accelerator: str) -> list[str]
     changes = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
     peaks: dict[str, tuple[int, str]] = {}
     with file.open("w", encoding="utf-8", newline="") as out:
-        rows = csv.writer(out)
-        rows.writerow(("ms", "device", "allocated_bytes", "change_bytes", "phase"))
+        write_rows = csv_rows(out)
+        write_rows([("ms", "device", "allocated_bytes", "change_bytes", "phase")])
         for e in changes:
             args, at = e["args"], e["ts"]
             device = "cpu" if args["Device Type"] == 0 else f"{accelerator}:{args['Device Id']}"
             index = bisect_right(starts, at) - 1
             phase = phases[index][2] if index >= 0 and at <= phases[index][1] else ""
             level = args["Total Allocated"]
-            rows.writerow((f"{(at - changes[0]['ts']) / 1e3:.3f}", device, level, args["Bytes"], phase))
+            write_rows([(f"{(at - changes[0]['ts']) / 1e3:.3f}", device, level, args["Bytes"], phase)])
             events.append({"ph": "C", "name": f"memory {device}", "pid": e["pid"], "ts": at, "args": {"bytes": level}})
             peaks[device] = max(peaks.get(device, (0, "")), (level, phase))
     return [

@@ -117,7 +117,7 @@ class TrainingLog:
             of_noise["noise_scale"] = self.noise.scale(variance, squared, progress.epoch)
         skipped = count - (progress.updates - updates)
         if not math.isfinite(loss) and not skipped:
-            raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates}){self._how_it_diverged(lr)}")
+            raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates})", self._how_it_diverged(lr))
         self._seen.append((progress.updates, loss))
         self.first = loss if self.first is None and steps == 0 and count == 1 else self.first
         rate = (progress.samples - samples) / seconds if seconds else None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -15,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.machine.csv_rows import csv_rows
 from drivetrain.core.step.trees import leaves
 from drivetrain.inference.inputs import PredictedSample, SampleBlock, grouped, read_in_batches
 from drivetrain.inference.loaded import LoadedRun
 from drivetrain.ui.output import PlainStream, writing
-from drivetrain.ui.sheet import spreadsheet
 
 if TYPE_CHECKING:
     from pyarrow import DataType
@@ -81,22 +79,16 @@ def _text(writer: Callable[[TextIO], Write], path: Path) -> Iterator[Write]:
 
 def _csv(file: TextIO | PlainStream) -> Write:
     """Rows as CSV, with a header."""
-    writer = csv.DictWriter(file, list[str](), lineterminator="\n")
+    write_rows, columns = csv_rows(file), list[str]()
 
     def write(rows: Sequence[Row]) -> None:
-        if not writer.fieldnames:
-            writer.fieldnames = list(rows[0])
-            writer.writerow({name: _cell(name) for name in rows[0]})
-        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+        if not columns:
+            columns.extend(rows[0])
+            write_rows([columns])
+        write_rows([row[name] for name in columns] for row in rows)
         file.flush()
 
     return write
-
-
-def _cell(value: object) -> object:
-    """A value as a cell of CSV: a class may have been named by a stranger. A row of standard input, as "-[1]", stays as it is."""
-    is_text = isinstance(value, str) and not re.fullmatch(r"-\[\d+\]", value)
-    return spreadsheet(str(value)) if is_text else "" if value is None else value
 
 
 def _json_lines(file: TextIO) -> Write:

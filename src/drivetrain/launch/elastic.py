@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -115,7 +116,7 @@ def rank_folder(run_dir: Path, several_machines: bool) -> Iterator[Path]:
     """Yield <run>/ranks, emptied. With several machines they are copied there at the end, if the run's directory is here."""
     folder = own = run_dir / "ranks"
     if several_machines:
-        own = Path(tempfile.mkdtemp(prefix="drivetrain-ranks-"))
+        own = Path(tempfile.mkdtemp(dir=get_temp_dir()))  # goes with the run
     else:
         _empty(folder)
     try:
@@ -125,8 +126,6 @@ def rank_folder(run_dir: Path, several_machines: bool) -> Iterator[Path]:
         if several_machines and run_dir.is_dir():
             _empty(folder)
             shutil.copytree(own, folder, dirs_exist_ok=True)
-        if several_machines:
-            shutil.rmtree(own, ignore_errors=True)
 
 
 def _empty(folder: Path) -> None:
@@ -173,6 +172,8 @@ def raised_as_torch_does() -> Iterator[None]:
             raise SignalException(f"stopped by {signal.Signals(number).name}", sigval=signal.Signals(number))
 
     with handled_by(handle):
+        if StopFlag.told_to_stop():  # before there was any rank
+            raise KeyboardInterrupt
         yield
 
 
@@ -212,7 +213,6 @@ def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: Callable[[Result], N
             result = _result_of_ranks(folder, run_dir, parallel, {}, monitor.ended)
             if on_abandoned is not None:
                 on_abandoned(result)
-            shutil.rmtree(folder, ignore_errors=True)
             os._exit(result.code)
 
         if on_abandoned is not None:
@@ -224,7 +224,8 @@ def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: Callable[[Result], N
             except ChildFailedError as error:  # most ranks have written why to their files
                 failed = {rank: failure.exitcode for rank, failure in error.failures.items()}
             except SignalException:
-                pass
+                if not begun_ranks(folder):
+                    raise KeyboardInterrupt from None
         return _result_of_ranks(held.folder() or folder, run_dir, parallel, failed, monitor.ended)
 
 

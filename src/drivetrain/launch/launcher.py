@@ -7,14 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from omegaconf.resolvers import oc
 
 from drivetrain.config.catalog import LISTS, content, option_files
 from drivetrain.config.keys import OPEN
@@ -68,8 +66,8 @@ def train(
             signal.raise_signal(ended.signal)
         return ended
     # Ranks and trials are forked, and only from a process that has run nothing of torch; this one may have.
-    with tempfile.TemporaryDirectory() as folder, SignalForwarder() as signals:
-        run_dir_file = Path(folder) / "run_dir"
+    with directory.temporary() as folder, SignalForwarder() as signals:
+        run_dir_file = folder / "run_dir"
         errors = in_new_interpreter("drivetrain", overrides, config_dirs, signals, {RUN_DIR_FILE: str(run_dir_file)})
         result = Result.read(Path(run_dir_file.read_text(encoding="utf-8"))) if run_dir_file.exists() else None
     if signals.raised:
@@ -104,7 +102,7 @@ def in_new_interpreter(
 
 def _into_hydras_directory(config: Mapping[str, object]) -> list[str]:
     """The override that puts the run into the output directory of Hydra's job around it, if that has no run and none is set."""
-    from hydra.core.hydra_config import HydraConfig
+    from drivetrain.core.options.hydra_parts import HydraConfig
 
     if not HydraConfig.initialized() or config.get("output_dir", "outputs") != "outputs":
         return []
@@ -112,15 +110,18 @@ def _into_hydras_directory(config: Mapping[str, object]) -> list[str]:
     return [] if any(directory.cannot_take(folder, "hydra.run.dir")) else [f"hydra.run.dir={format_value(str(folder))}"]
 
 
-def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Result:
-    """Run a job to its end, in `run_dir` or a new directory. Raises UserError where it cannot begin; then it leaves no files."""
+def launch(job: Job, run_dir: Path | None = None, quiet: bool = False, stop: StopFlag | None = None) -> Result:
+    """Run a job to its end, in `run_dir` or a new directory. Raises UserError where it cannot begin; then it leaves no files.
+
+    `stop` takes its signals, until the result is written.
+    """
     import torch  # noqa: F401 - the run changes its settings, which are given back
 
-    with isolation.isolated():
-        return _launch(job, run_dir, quiet)
+    with isolation.isolated(), directory.temporary():
+        return _launch(job, run_dir, quiet, stop or StopFlag())
 
 
-def _launch(job: Job, run_dir: Path | None, quiet: bool) -> Result:
+def _launch(job: Job, run_dir: Path | None, quiet: bool, stop: StopFlag) -> Result:
     world = world_of_environment()
     logs.configure(quiet, world.rank)
     refuse(device_problems([job]))
@@ -131,18 +132,18 @@ def _launch(job: Job, run_dir: Path | None, quiet: bool) -> Result:
         if world.size > 1 and option.needs_trial
     )
     if world.rank != 0:  # another launcher started it beside rank 0, which has the run's directory
-        with StopFlag() as stop:
+        with stop:
             return run_rank(job, world, NO_RUN_DIR, stop, quiet=True)
     if world.size == 1 and job.work is None:  # which does not train
         trials.choose(job)
     run_dir = job.run_dir or run_dir
     if job.run.parallel.nnodes > 1 and launched() is None:
-        return _launch_on_several_machines(job, run_dir or job.new_run_dir(), quiet)
+        return _launch_on_several_machines(job, run_dir or job.new_run_dir(), quiet, stop)
     if is_new := run_dir is None:
         run_dir = job.make_run_dir()
     try:
         with directory.locked(run_dir):
-            result = _launch_in(run_dir, job, world, quiet)
+            result = _launch_in(run_dir, job, world, quiet, stop)
     except (NoRoom, KeyboardInterrupt):
         if is_new and not (run_dir / "metrics.jsonl").exists():  # nothing was trained
             directory.remove(run_dir)
@@ -153,7 +154,7 @@ def _launch(job: Job, run_dir: Path | None, quiet: bool) -> Result:
     return result
 
 
-def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Result:
+def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool, stop: StopFlag) -> Result:
     """Run a job on this machine, in a directory that this process has locked."""
     held = RunDirHandle(run_dir)
     if job.work is None:  # else the directory is gone when the work is done
@@ -163,16 +164,16 @@ def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Result:
     (run_dir / "result.json").unlink(missing_ok=True)  # that of the part before a resume
     with logs.to_file(run_dir / "log.txt"):
         _announce(job, quiet)
-        if job.run.parallel.distributed and launched() is None:
-            result = elastic.run(job, run_dir, quiet)
-        else:
-            with StopFlag() as stop:  # from now on a signal is an interruption, with a result
+        with stop:  # from now on a signal is an interruption, with a result
+            if job.run.parallel.distributed and launched() is None:
+                result = elastic.run(job, run_dir, quiet)
+            else:
                 result = run_rank(job, world, run_dir, stop, quiet)
-            result.signal = stop.raised
             # Under torchrun or Slurm a rank outlives a peer that is gone, and only torch's error tells.
             if world.size > 1 and result.code == FAILED and is_peer_failure(result.error):
                 elastic.end_without_peers(result, run_dir, PEER_GONE)
-    _write_end(result, job, held)
+            _write_end(result, job, held)
+            result.signal = stop.raised
     return result
 
 
@@ -190,7 +191,7 @@ def _write_end(result: Result, job: Job, held: RunDirHandle) -> None:
         logger.error("result.json could not be written to %s (%s)", held.path, error.strerror)
 
 
-def _launch_on_several_machines(job: Job, run_dir: Path, quiet: bool) -> Result:
+def _launch_on_several_machines(job: Job, run_dir: Path, quiet: bool, stop: StopFlag) -> Result:
     """Run this machine's ranks. The process that becomes rank 0 makes the run's directory on its machine."""
     _announce(job, quiet)
     directory.remember_missing_folders(run_dir)
@@ -202,14 +203,15 @@ def _launch_on_several_machines(job: Job, run_dir: Path, quiet: bool) -> Result:
             logger.error("%s", result.error)
         sys.stdout.flush()
 
-    result = elastic.run(job, run_dir, quiet, before_exit)
-    if result.code == BAD_CONFIG and not result.updates:
-        if job.run_dir is None and run_dir.is_dir():
-            directory.remove(run_dir)
-        raise UserError(str(result.error).splitlines())
-    if result.run_dir is not None:
-        _write_result(result, job, run_dir)
-    elif not result.code:
+    with stop:
+        result = elastic.run(job, run_dir, quiet, before_exit)
+        if result.code == BAD_CONFIG and not result.updates:
+            if job.run_dir is None and run_dir.is_dir():
+                directory.remove(run_dir)
+            raise UserError(str(result.error).splitlines())
+        if result.run_dir is not None:
+            _write_result(result, job, run_dir)
+    if result.run_dir is None and not result.code:
         logger.warning("this machine's ranks are done; the run's directory is where rank 0 is")
     return result
 
@@ -265,6 +267,8 @@ def overrides_of(config: Mapping[str, object] | DictConfig, config_dirs: Sequenc
 
 def _resolved(config: DictConfig) -> dict[str, object]:
     """The config as plain dicts and lists. Raises UserError."""
+    from drivetrain.core.options.hydra_parts import oc
+
     try:  # a reference to the environment stays as it is
         reference = "${{oc.env:{}}}".format
         OmegaConf.register_new_resolver("oc.env", lambda *given: reference(",".join(map(str, given))), replace=True)

@@ -24,6 +24,7 @@ from drivetrain.core.errors import (
     UserError,
     is_peer_failure,
     wants_traceback,
+    without_logins,
 )
 from drivetrain.core.machine import accelerators, files, process
 from drivetrain.core.machine.signals import StopFlag
@@ -269,7 +270,7 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
             job.work(staged.trainer)
         result.status, result.code = "completed", DONE
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        result.status, result.error, result.code = _failure(error, job, run_dir)
+        result.status, result.error, result.code = _failure(error, job, run_dir, staged)
     if staged is not None:
         trainer = staged.trainer
         _end_callbacks(trainer, result)
@@ -336,7 +337,7 @@ def commonest(source: Source) -> float | None:
     return None if labels is None or labels.ndim != 1 else (labels == labels.mode().values).sum().item() / len(labels)
 
 
-def _failure(error: BaseException, job: Job, run_dir: Path) -> tuple[str, str, int]:
+def _failure(error: BaseException, job: Job, run_dir: Path, staged: StagedRun | None) -> tuple[str, str, int]:
     """The status, error and exit code of a rank that an exception ended."""
     if wants_traceback():
         echo_traceback(error)
@@ -348,7 +349,9 @@ def _failure(error: BaseException, job: Job, run_dir: Path) -> tuple[str, str, i
     if refusal := _refusal(error, job.run):
         return "failed", refusal, BAD_CONFIG
     if isinstance(error, Diverged):
-        return "diverged", str(error), DIVERGED
+        from drivetrain.engine import kernels
+
+        return "diverged", str(error) if staged is None else kernels.explained(error, staged.trainer), DIVERGED
     if isinstance(error, Interrupted | KeyboardInterrupt):
         why = str(error) or "stopped by the keyboard"
         if job.work is not None:  # which had nothing to save, and is done again as a whole
@@ -371,7 +374,7 @@ def _failure(error: BaseException, job: Job, run_dir: Path) -> tuple[str, str, i
         logger.error(PEER_GONE)
     elif not wants_traceback():
         echo_traceback(error)
-    return "failed", told, FAILED
+    return "failed", without_logins(told), FAILED
 
 
 def _refusal(error: BaseException, run: RunSpec) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from drivetrain.core.machine import files
+from drivetrain.core.machine.csv_rows import csv_rows
 from drivetrain.core.options.option import BuildContext
 from drivetrain.core.typed import JsonObject
 from drivetrain.logger.base import Logger
@@ -80,7 +80,7 @@ class Csv(Logger):
             self._columns = write_table(self.path, as_rows(self._records))
             return
         with files.opened(self.path, "a", newline="") as file:
-            csv.DictWriter(file, self._columns).writerow(row)
+            csv_rows(file)([map(row.get, self._columns)])
 
 
 def as_rows(found: Sequence[dict[str, object]]) -> list[JsonObject]:
@@ -97,7 +97,5 @@ def write_table(path: Path, rows: Sequence[dict[str, object]]) -> list[str]:
     """Write records as CSV, with a column for each key that one of them has. Return the columns."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with files.opened(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
+        csv_rows(file)([columns, *(map(row.get, columns) for row in rows)])
     return columns

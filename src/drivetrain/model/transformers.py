@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -101,9 +101,9 @@ class Transformers(Model):
 
     def tokenizer_files(self) -> tuple[Path, Mapping[str, Any]]:
         file, template = self._file("tokenizer_config.json"), self._file("chat_template.jinja")
-        settings = _read_json(file) if file.is_file() else {}
-        if template.is_file():
-            settings["chat_template"] = files.read_text(template)
+        settings = _read(file) if file.exists() else {}
+        if template.exists():
+            settings = {**settings, "chat_template": _read(template, files.read_text)}
         return self._file(TOKENIZER), settings
 
     @property
@@ -151,7 +151,7 @@ class Transformers(Model):
         assert head is not None
         resumed = context.parallel.broadcast_object(context.resumed)
         if (resumed or not context.trains) and kept.is_file():
-            config = _config_of(_read_json(kept), str(kept), {})
+            config = _config_of(_read(kept), str(kept), {})
         else:
             config = self._given_config()
             self._fit(config, head, context, first(inputs))
@@ -221,7 +221,7 @@ class Transformers(Model):
                 f"{adapter} is an adapter beside the model's own weights: move it and adapter_model.safetensors to a folder of "
                 "their own, which adapter.weights may name"
             )
-        return _config_of(_read_json(file), f"model.name={name}", self.config)
+        return _config_of(_read(file), f"model.name={name}", self.config)
 
     def _file(self, name: str) -> Path:
         """The file of this name in the folder, or of the hub's model in the cache; it need not exist. Raises UserError."""
@@ -338,10 +338,10 @@ def _logits(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return output if kwargs.get("return_dict") else output.logits
 
 
-def _read_json(file: Path) -> Any:
+def _read(file: Path, reader: Callable[[Path], Any] = files.read_json) -> Any:
     """Read a file of a model's folder, which anybody may have made. Raises UserError, which says what is wrong with it."""
     try:
-        return files.read_json(file.resolve())
+        return reader(file.resolve())
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 

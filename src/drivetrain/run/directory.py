@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import multiprocessing
 import os
 import secrets
 import shutil
+import tempfile
 import time
 import weakref
 from collections.abc import Iterator
@@ -143,6 +145,25 @@ def is_locked(path: Path) -> bool:
     except (ImportError, OSError):  # no such locks here, or no such file
         return False
     return False
+
+
+@contextlib.contextmanager
+def temporary() -> Iterator[Path]:
+    """Within the context multiprocessing has its folders in this new one in TMPDIR. Those of killed runs are removed."""
+    settings = multiprocessing.current_process()._config  # type: ignore[attr-defined] # which forked processes inherit
+    place, before = Path(tempfile.gettempdir()), settings.get("tempdir")
+    for old in place.glob("drivetrain-run-*"):
+        if not is_locked(old):
+            shutil.rmtree(old, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=".drivetrain-run-"))
+    with locked(folder):
+        folder = folder.rename(place / folder.name[1:])  # now that no other run takes it for a left one
+        settings["tempdir"] = str(folder)
+        try:
+            yield folder
+        finally:
+            settings["tempdir"] = before
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def newest_first(root: Path) -> list[Path]:

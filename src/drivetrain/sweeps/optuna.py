@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from drivetrain.core.errors import UserError, refuse
+from drivetrain.core.options.hydra_parts import parsed
 from drivetrain.core.options.overrides import key_of, parse_each
 from drivetrain.core.options.selection import selected
 from drivetrain.core.typed import JsonObject
@@ -54,13 +54,13 @@ def read(overrides: Sequence[str]) -> tuple[list[str], JsonObject]:
     return words, axes
 
 
-def _distribution(text: str, override: Override) -> BaseDistribution:
+def _distribution(text: str, override: parsed.Override) -> BaseDistribution:
     """The values that Hydra's sweep grammar names, as optuna takes them. Raises UserError or ValueError."""
     value = override.value()
     tags: set[str] = getattr(value, "tags", set())  # a glob has none
     if other := sorted(tags - {"log"}):
         raise UserError(f"'{text}': tag {', '.join(other)} means nothing here: the only tag is log")
-    if isinstance(value, IntervalSweep):
+    if isinstance(value, parsed.IntervalSweep):
         low, high, log = value.start, value.end, "log" in tags
         if not math.isfinite(high - low):  # type: ignore[operator]
             raise UserError(f"'{text}': an interval has two ends")
@@ -69,7 +69,7 @@ def _distribution(text: str, override: Override) -> BaseDistribution:
     if tags:
         raise UserError(f"'{text}': log is for interval(a,b), not for listed values")
     values = listed(text, override, MAX_VALUES)
-    if isinstance(value, RangeSweep) and len(values) > 1 and value.step > 0:
+    if isinstance(value, parsed.RangeSweep) and len(values) > 1 and value.step > 0:
         first, step = next(iter(value.range())), value.step
         if isinstance(first, int) and isinstance(step, int):
             return IntDistribution(first, first + (len(values) - 1) * step, step=step)
@@ -137,7 +137,7 @@ class Search:
         """Begin the study in a sweep's folder, or take over the trials of the one that is there."""
         self._sweep, self._study = sweep, _study(self, sweep.path / "study.db")
         for trial in self._study.get_trials(deepcopy=False):
-            if trial.params.keys() == self.axes.keys():
+            if trial.distributions == self.axes:  # else its values are none of this search
                 self._take_over(trial)
             elif not trial.state.is_finished():  # the search was killed while optuna proposed values
                 self._study.tell(trial.number, state=TrialState.FAIL)
@@ -192,7 +192,11 @@ def _cells(axes: JsonObject, seed: int) -> list[JsonObject]:
 def _study(search: Search, file: Path) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     storage, to = f"sqlite:///{file.absolute()}", direction(search.objective)  # optuna-dashboard can read it
-    study = optuna.create_study(storage=storage, study_name="search", direction=to, load_if_exists=True)
+    try:
+        study = optuna.create_study(storage=storage, study_name="search", direction=to, load_if_exists=True)
+        study.get_trials()
+    except Exception as error:  # of optuna, SQLAlchemy or SQLite
+        raise UserError(f"{file} is no study of Optuna's ({str(error).splitlines()[0]}): start the search anew") from None
     option = search.option
     # A resumed search gets another seed: with the same one it would draw the first part's values again.
     seed = None if option.seed is None else option.seed + len(study.trials)

@@ -34,7 +34,7 @@ from drivetrain.saving import manifest
 from drivetrain.sweeps.options import is_launch_setting, split
 
 if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
+    from drivetrain.core.options.hydra_parts import parsed
 
 MAX_JOBS = 10_000  # of a sweep
 HOPELESS = 50  # jobs of which none can run
@@ -108,7 +108,7 @@ def _axes(overrides: Sequence[str]) -> list[list[str]]:
     return axes
 
 
-def _values(text: str, override: Override) -> list[str]:
+def _values(text: str, override: parsed.Override) -> list[str]:
     """The single-value overrides of one with several values. Raises UserError."""
     if getattr(override.value(), "shuffle", False):
         raise UserError(
@@ -120,13 +120,13 @@ def _values(text: str, override: Override) -> list[str]:
     return [f"{override.get_key_element()}={value}" for value in values]
 
 
-def listed(text: str, override: Override, most: int) -> list[str]:
+def listed(text: str, override: parsed.Override, most: int) -> list[str]:
     """The values that an override lists in Hydra's sweep grammar. Raises UserError where they are none, or more than `most`."""
-    from hydra.core.override_parser.types import ValueType
+    from drivetrain.core.options.hydra_parts import parsed
 
-    if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+    if override.value_type is parsed.ValueType.GLOB_CHOICE_SWEEP:
         raise UserError(f"'{text}': glob() chooses among the options of a group, and {key_of(text)} is none")
-    if override.value_type is ValueType.INTERVAL_SWEEP:
+    if override.value_type is parsed.ValueType.INTERVAL_SWEEP:
         raise UserError(
             f"'{text}': a sweep goes through listed values: write them out as a,b,c or range(1,4), "
             "or search by -m hydra/sweeper=optuna"

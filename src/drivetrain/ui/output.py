@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, without_logins
 from drivetrain.recipe.safe_yaml import printable
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ _UNSEEN = re.compile(
 
 
 def plain(text: str) -> str:
-    """Return a text with its control characters written out, such as \\x1b; a line's end stays one."""
+    """Return a text without logins, and with its control characters written out, such as \\x1b; a line's end stays one."""
+    text = without_logins(text)
     return _UNSEEN.sub(lambda found: "\n" if found[0] == "\r\n" else found[0].encode("unicode_escape").decode(), text)
 
 

@@ -6,7 +6,6 @@ nor a formula.
 
 from __future__ import annotations
 
-import csv
 import html
 import re
 import sys
@@ -17,23 +16,11 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from drivetrain.core.machine import files
+from drivetrain.core.machine.csv_rows import csv_rows
 from drivetrain.core.typed import JsonObject
 from drivetrain.ui import output
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages.style import SCRIPT, STYLE
-
-FIRST = tuple("=+-@\t\r\n＝＋－＠")  # what a formula begins with; some spreadsheets take the wide signs too
-UNITS = "s|ms|min|h|GiB|MiB|KiB|%|×|J|updates|samples"  # that drivetrain's own tables write
-_FIGURE = re.compile(rf"[+-]?(\d[\d,]*\.?\d*(e[+-]?\d+)?|inf|nan)( ({UNITS}))?")
-
-
-def spreadsheet(text: str) -> str:
-    """A cell's text for a CSV file: a spreadsheet would run one that begins like a formula, so an apostrophe makes it text.
-
-    One number, or one with a unit of drivetrain's own, is no formula.
-    """
-    return f"'{text}" if text.startswith(FIRST) and not _FIGURE.fullmatch(text) else text
-
 
 VERDICTS = ("PASS", "FAIL", "INCONCLUSIVE")
 EMPTY = ("–", "")  # cells that say nothing
@@ -152,7 +139,7 @@ class Table:
     def write_csv(self, path: Path) -> None:
         """Write it for spreadsheets: no cell is a formula."""
         with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-            csv.writer(file).writerows([spreadsheet(cell) for cell in row] for row in [self.header, *self.texts()])
+            csv_rows(file)([self.header, *self.texts()])
 
     def only(self, numbers: Sequence[int]) -> Table:
         """The columns of these numbers."""

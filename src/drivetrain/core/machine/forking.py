@@ -193,7 +193,7 @@ def answer_of(work: Callable[[Callable[[T], None]], object], failed: str, limit_
             process.start()
             theirs.close()
             if not connection.poll(limit_s):
-                raise NoAnswer(f"{failed}: it took longer than {limit_s / 60:.0f} minutes and was ended")
+                raise NoAnswer(f"{failed}: it took longer than {limit_s:g} s and was ended")
             error, value = connection.recv()
         except EOFError:
             process.join()

@@ -29,15 +29,19 @@ NUDGE = getattr(signal, "SIGURG", None)  # ends its system call; a process that 
 
 
 @contextmanager
-def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Within the context the signals that stop a run call this handler. Only the main thread may use it."""
+def handled_by(handler: Callable[[int, FrameType | None], None], to_the_end: bool = False) -> Iterator[None]:
+    """Within the context the signals that stop a run call this handler. Only the main thread may use it.
+
+    Where the process ends with it (`to_the_end`), what ignores signals by then goes on to do so.
+    """
     mine = [number for number in STOP_SIGNALS if signal.getsignal(number) is not None]  # None: set by a library in C
     before = {number: signal.signal(number, handler) for number in mine}
     try:
         yield
     finally:
         for number, former in before.items():
-            signal.signal(number, former)
+            if not (to_the_end and signal.getsignal(number) is signal.SIG_IGN):
+                signal.signal(number, former)
 
 
 class SignalForwarder(ExitStack):
@@ -75,12 +79,15 @@ class Overdue(KeyboardInterrupt):
 
 
 class StopFlag:
-    """A context manager: the first SIGTERM, SIGINT or SIGUSR1 sets `raised` to its number; a later Ctrl-C interrupts at once."""
+    """A context manager: the first SIGTERM, SIGINT or SIGUSR1 sets `raised` to its number; a later Ctrl-C interrupts at once.
+
+    After the `last` work of a process, which has a result, its signals are ignored: the exit code is the result's.
+    """
 
     _of_run: ClassVar[StopFlag | None] = None  # the flag of the run that this process trains
 
-    def __init__(self) -> None:
-        self.raised, self._at = 0, 0.0
+    def __init__(self, last: bool = False) -> None:
+        self.raised, self._at, self._last = 0, 0.0, last
         self._patience, self._may_stop = STOP_WAIT_S, False
         self._reads_since: float | None = None  # when the main thread began the read that it is at
         self._before: dict[int, object] = {}
@@ -91,6 +98,8 @@ class StopFlag:
             if NUDGE is not None:
                 self._before[NUDGE] = signal.signal(NUDGE, self._end_read)
             StopFlag._of_run = self
+            for raise_if_interrupted in _ended_by_signals:  # by a signal whose exception somebody has caught, as imports may
+                raise_if_interrupted()
         return self
 
     @classmethod
@@ -161,7 +170,7 @@ class StopFlag:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         StopFlag._of_run = None
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, signal.SIG_IGN if self._last and kind is None else handler)  # type: ignore[arg-type]
 
 
 class _Read:
@@ -177,15 +186,18 @@ class _Read:
         self._flag._reads_since = None
 
 
+_ended_by_signals: list[Callable[[], None]] = []  # of each such context that this process is in: what raises a dropped exception
+
+
 @contextmanager
-def ended_by_signals() -> Iterator[Callable[[], None]]:
+def ended_by_signals(to_the_end: bool = False) -> Iterator[Callable[[], None]]:
     """Within the context the signals that stop a run raise KeyboardInterrupt, so that every `finally` runs.
 
     Launchers send the first signal twice, to the process and to its group: one within a second of the first does nothing,
     because it would interrupt a `finally`.
 
     Where Python might still drop the exception, the context's value is a function that raises it: call it now and then. The end
-    of the context calls it too.
+    of the context calls it too, also where an error leaves it, which an interrupted import makes of the exception.
 
     Only the main thread may set handlers: another one leaves them as they are.
     """
@@ -210,11 +222,16 @@ def ended_by_signals() -> Iterator[Callable[[], None]]:
         raise KeyboardInterrupt
 
     is_main = threading.current_thread() is threading.main_thread()
-    with handled_by(interrupt) if is_main else nullcontext():
+    with handled_by(interrupt, to_the_end) if is_main else nullcontext():
+        _ended_by_signals.append(raise_if_interrupted)
         try:
             yield raise_if_interrupted
             raise_if_interrupted()
+        except Exception:
+            raise_if_interrupted()
+            raise
         finally:
+            _ended_by_signals.remove(raise_if_interrupted)
             dropped = False
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, without_logins
 
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _OTHER_THAN_TEXT = re.compile(r"true|false|null|nan|inf", re.I)  # words that Hydra reads as a value of another type
@@ -36,8 +36,8 @@ def redact(override: str) -> str:
     """
     key, equals, value = override.partition("=")
     if key == "recipe" and "://" in value:
-        return f"{key}={re.sub(r'[?][^#,]*', '?<redacted>', value)}"
-    return f"{key}=<redacted>" if equals and SECRET.search(key) else override
+        return without_logins(f"{key}={re.sub(r'[?][^#,]*', '?<redacted>', value)}")
+    return f"{key}=<redacted>" if equals and SECRET.search(key) else without_logins(override)
 
 
 def parse(text: str) -> Any:
@@ -90,7 +90,7 @@ def _quoted(part: str) -> str:
 
 @lru_cache(maxsize=1024)  # 2 ms each, and the jobs of a sweep or of a comparison have most of their overrides in common
 def _parse(text: str) -> Any:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from drivetrain.core.options.hydra_parts import OverridesParser
 
     return OverridesParser.create().parse_override(text)
 
