@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-
-import torch
+from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import Diverged
+from drivetrain.core.lazy import torch
 from drivetrain.core.step import streams
-from drivetrain.engine.trainer import Trainer
+
+if TYPE_CHECKING:
+    from drivetrain.engine.trainer import Trainer
 
 APART = 0.5  # of a gradient's largest value: rounding stays below it in each dtype
 NOISE = 1e-3  # of the largest value of all gradients: below it a gradient may be rounding alone, as of a bias before a norm

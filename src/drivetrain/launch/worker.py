@@ -37,6 +37,7 @@ from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.core.user import code as user_code
 from drivetrain.core.world import World
 from drivetrain.data import Data
+from drivetrain.engine import kernels
 from drivetrain.engine.context import RunContext
 from drivetrain.launch import machine_limits
 from drivetrain.launch.job import Job
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from drivetrain.engine.staged_run import StagedRun
     from drivetrain.engine.trainer import Trainer
     from drivetrain.parallel import Parallel
-
 
 AVERAGED = "averaged.safetensors"
 JUMP = 2  # times the rate before
@@ -349,8 +349,6 @@ def _failure(error: BaseException, job: Job, run_dir: Path, staged: StagedRun | 
     if refusal := _refusal(error, job.run):
         return "failed", refusal, BAD_CONFIG
     if isinstance(error, Diverged):
-        from drivetrain.engine import kernels
-
         return "diverged", str(error) if staged is None else kernels.explained(error, staged.trainer), DIVERGED
     if isinstance(error, Interrupted | KeyboardInterrupt):
         why = str(error) or "stopped by the keyboard"
