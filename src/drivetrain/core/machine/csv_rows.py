@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 FIRST = tuple("=+-@\t\r\n＝＋－＠")  # what a formula begins with; some spreadsheets take the wide signs too
 UNITS = "s|ms|min|h|GiB|MiB|KiB|%|×|J|updates|samples"  # that drivetrain's own tables write
@@ -18,7 +21,7 @@ def spreadsheet(cell: object) -> object:
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(FIRST) and not _FIGURE.fullmatch(cell) else cell
 
 
-def csv_rows(file: Any) -> Callable[[Iterable[Iterable[object]]], None]:
+def csv_rows(file: SupportsWrite[str]) -> Callable[[Iterable[Iterable[object]]], None]:
     """Return what writes rows to a file, which anything with `write` can be."""
     writer = csv.writer(file, lineterminator="\n")
     return lambda rows: writer.writerows([spreadsheet(cell) for cell in row] for row in rows)
