@@ -292,7 +292,10 @@ def each_update() -> Callable[..., list[Any]]:
         inner = trainer.step
 
         class Watched:
-            micro_batch, update = inner.micro_batch, inner.update
+            micro_batch = inner.micro_batch
+
+            def update(self) -> bool:
+                return bool(inner.update())
 
             def zero_grad(self) -> None:
                 seen.append(look())

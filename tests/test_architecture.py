@@ -403,7 +403,7 @@ def test_the_step_reads_nothing_back():
 
     assert reads(functions("engine.training_log")["train"])  # the reader of reads reads them
     loop, step = functions("engine.trainer"), functions("engine.step")
-    assert reads(loop["_train"]) == reads(loop["_skip"]) == []
+    assert reads(loop["_train"]) == reads(loop["_settle"]) == []
     assert [reads(step[name]) for name in ("micro_batch", "update", "zero_grad")] == [[], [], []]
     for module in ("optimizer", "scheduler", "clip", "ema"):
         for path in (p for name, p in MODULES.items() if name.split(".")[0] == module):

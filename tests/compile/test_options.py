@@ -17,7 +17,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from drivetrain.compile.base import CudaGraph, Inductor, KeptGradients, drop_broken, keep_gradients
-from drivetrain.compile.whole_step import CapturedGraph, WholeStep
+from drivetrain.compile.replays import CapturedGraph
+from drivetrain.compile.whole_step import WholeStep
 from drivetrain.launch.job import prepare
 from tests.support import slow
 from tests.support.command import tensors
@@ -309,16 +310,18 @@ class SimulatedCuda:
 def test_a_graph_is_captured_at_its_second_call_and_replayed(monkeypatch):
     cuda, total = SimulatedCuda(monkeypatch), torch.zeros(())
 
-    def run(x):
-        calls.append(len(x))
-        return total.copy_(x.sum())
+    calls = []
+    for size in (2, 3):  # one for each shape of a micro-batch
+        x = torch.zeros(size)
 
-    calls, graphs = [], [CapturedGraph(run, "pool") for _ in range(2)]
-    for graph, size in zip(graphs, (2, 3), strict=True):  # one for each shape of a micro-batch
+        def run(x=x):
+            calls.append(len(x))
+            return total.copy_(x.sum())
+
+        graph, cuda.compute = CapturedGraph(run, "pool"), lambda x=x: total.copy_(x.sum())
         for i in range(4):
-            x = torch.full((size,), float(i))
-            cuda.compute = lambda graph=graph: total.copy_(graph._inputs[0].sum())
-            assert float(graph(x)) == size * i
+            x.fill_(float(i))
+            assert float(graph()) == size * i
     assert calls == [2, 2, 3, 3], "once to load the kernels, once captured"
     assert cuda.replays == 6
     assert cuda.captures == [{"pool": "pool", "capture_error_mode": "thread_local"}] * 2
@@ -326,8 +329,9 @@ def test_a_graph_is_captured_at_its_second_call_and_replayed(monkeypatch):
 
 def test_a_step_that_cuda_cannot_capture_goes_on_without(monkeypatch, caplog):
     cuda = SimulatedCuda(monkeypatch, error="operation not permitted when stream is capturing")
-    graph = CapturedGraph(lambda x: x * 2, "pool")
-    assert [float(graph(torch.tensor(float(i)))) for i in range(4)] == [0, 2, 4, 6]
+    numbers = iter(range(9))
+    graph = CapturedGraph(lambda: next(numbers), "pool")
+    assert [graph() for _ in range(4)] == [0, 2, 3, 4], "the second call was to be captured, and computed nothing"
     assert (cuda.replays, len(cuda.captures), cuda.stream) == (0, 1, "main")
     assert cuda.random_state == "a copy of the state in a capture", "torch lets no generator draw whose capture has failed"
     (line,) = caplog.messages

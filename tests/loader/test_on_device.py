@@ -181,7 +181,7 @@ class Launches(TorchDispatchMode):
 
 def resident(monkeypatch, work: Pipeline, samples_at_once: int, epochs: int = 2) -> tuple[list[MicroBatch], int]:
     """The micro-batches of a resident set, and the operations that it took to make them."""
-    monkeypatch.setattr("drivetrain.loader.device._samples_at_once", lambda *_: samples_at_once)
+    monkeypatch.setattr("drivetrain.loader.pieces.samples_at_once", lambda *_: samples_at_once)
     batch = Accumulate(global_batch=SIZE, accumulation_steps=2)
     batch.pairs = any(step.mixes for step in work.steps)
     asked = [r for epoch in range(epochs) for r in batch.over(shuffled(len(work.source))).requests(0, epoch, World(), True)]

@@ -143,14 +143,11 @@ def test_buffers_are_sent_before_each_forward_only_if_asked(make, one_rank, monk
 
 
 def test_states_are_saved_as_often_as_asked_for_on_ranks_too(make, one_rank, tmp_path):
-    """The ranks agree an update late; that must not save twice, nor shift the next save."""
+    """All ranks count alike, so that they save at these updates without asking one another."""
     trainer = make("parallel=ddp", "saving.every_updates=3", "saving.keep=50", "data.samples=480", "updates=13")
     trainer.fit()
     saved = sorted(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir())
-    assert saved[-1] == 13
-    gaps = [b - a for a, b in zip([0, *saved], saved[:-1], strict=False)]
-    assert len(gaps) >= 3
-    assert all(3 <= gap <= 4 for gap in gaps), saved
+    assert saved == [3, 6, 9, 12, 13]
     trainer.parallel.shutdown()
 
 

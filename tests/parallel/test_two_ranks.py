@@ -13,7 +13,8 @@ import torch
 import torch._inductor
 from torch import nn
 
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import Interrupted, UserError
+from drivetrain.core.machine.signals import StopFlag
 from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.world import World
 from drivetrain.engine.context import RunContext
@@ -60,6 +61,29 @@ def test_flags_sums_objects_random_numbers_and_other_configs(ranks, make):
     assert weights == other[4]
     assert [s["slowest_rank"] for s in slowest] == [1, 0]  # at the second call no rank has worked since the first one
     assert [s["rank_work_excess"] for s in slowest] == [0.25, 0.0]
+
+
+def test_ranks_agree_every_few_updates_and_save_at_the_counted_ones(ranks, make):
+    """One rank's steps take up to 12.5 ms and it is told to stop: all stop alike, within twice 4 updates. Saves do not wait."""
+    words = ["parallel=ddp", "parallel.nproc=2", "runtime.device=cpu", "log_every=2", "data.samples=1200", "updates=40"]
+
+    def work(world: World) -> Any:
+        trainer = make(*words, "saving.every_updates=5", "saving.keep=9", world=world)
+        asked, saved, stop, agree, save = [], [], StopFlag(), trainer.agree, trainer.save
+        trainer.timer.percentiles = lambda: (1.0, (5.0, 12.5)[world.rank])
+
+        def counted() -> int:
+            asked.append(trainer.progress.steps)
+            stop.raised = stop.raised or (world.rank == 1 and trainer.progress.steps >= 8)
+            return agree()
+
+        trainer.agree, trainer.save = counted, lambda: saved.append(trainer.progress.updates) or save()
+        with pytest.raises(Interrupted):
+            trainer.fit(stop)
+        return asked, saved, trainer.progress.updates
+
+    first, other = ranks(work)
+    assert first == other == ([1, 2, 4, 8, 12], [5, 10, 12], 12)
 
 
 def test_an_evaluation_with_a_tail_that_does_not_divide_counts_each_sample_once(ranks, make):
@@ -180,7 +204,7 @@ def test_an_overflow_in_one_shard_skips_the_update_on_all_ranks(ranks, make):
         if world.rank == 1:
             next(trainer.model.parameters()).grad.to_local().fill_(float("inf"))
         made = trainer.step.update()
-        return made, trainer.precision.scaler.get_scale()
+        return bool(made), trainer.precision.scaler.get_scale()
 
     assert ranks(work) == [(False, 4.0)] * 2
 

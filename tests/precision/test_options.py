@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from torch.utils._pytree import tree_leaves
 
 import drivetrain
 from drivetrain.config.catalog import options
 from drivetrain.core.errors import Diverged, UserError
 from drivetrain.core.machine import accelerators
 from drivetrain.core.machine.accelerators import Accelerator
+from drivetrain.core.step.step import LateAnswer
 from drivetrain.core.world import World
 from drivetrain.debug.torch_modes import waiting_calls
 from drivetrain.launch import launcher
@@ -149,7 +151,7 @@ def test_tf32_rounds_matrix_products_on_cuda(make):
 # --- amp ---
 
 
-def test_amp_is_torchs_own_sequence_with_one_read_of_the_device():
+def test_amp_is_torchs_own_sequence():
     """Over ten updates, an overflow among them: torch's scaler.step, and ours."""
 
     def setting():
@@ -584,6 +586,39 @@ def test_an_overflow_moves_nothing_but_the_scale(make, each_update, steps, optim
     assert trainer.progress.samples == 12 * len(seen)  # a skipped update has consumed its samples
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_an_answer_that_comes_late_changes_nothing(make, monkeypatch, optimizer):
+    """Fused kernels skip an update themselves, and the host asks at the next one or where something is due."""
+
+    def trained(reads):
+        monkeypatch.setattr("drivetrain.precision.base._skips_overflows", (lambda _: False) if reads else skips)
+        trainer = make(
+            *OVERFLOW, "precision.growth_interval=3", "updates=13", "epochs=9", "scheduler=cosine", "ema=ema", "log_every=5",
+            f"optimizer={optimizer}", "batch=accumulate", "batch.accumulation_steps=2", "saving.every_updates=3",
+            "saving.keep=99", "optimizer.fused=true",
+        )  # fmt: skip
+        asked, made = [], LateAnswer.__bool__
+        monkeypatch.setattr(LateAnswer, "__bool__", lambda self: asked.append(trainer.progress.window) or made(self))
+        trainer.fit()
+        monkeypatch.setattr(LateAnswer, "__bool__", made)
+        saved = sorted(int(each.name) for each in (trainer.run_dir / "checkpoints").iterdir())
+        records = [{k: r.get(k) for k in ("update", "loss", "lr", "skipped")} for r in trainer.log.writers[0]]
+        state = snapshot(trainer), trainer.optimizer.state_dict()["state"], trainer.precision.scaler.state_dict()
+        shutil.rmtree(trainer.run_dir)
+        return saved, records, trainer.progress.state_dict(), flat(state), len(asked)
+
+    def flat(value):
+        return torch.cat([t.detach().double().flatten() for t in tree_leaves(value) if isinstance(t, torch.Tensor)])
+
+    skips = base._skips_overflows
+    *expected, state, read = trained(True)
+    *found, late_state, late = trained(False)
+    assert expected == found
+    assert found[2]["skipped"] > 3
+    assert torch.equal(state, late_state)
+    assert (read, late > 8) == (0, True)
+
+
 def test_an_overflow_at_the_first_update_leaves_no_momentum_behind(make, each_update):
     # deterministic: torch then fills memory that nobody wrote with NaN, which makes what is left behind visible
     trainer = make(*OVERFLOW, "epochs=5", "updates=1", "runtime.deterministic=true", "runtime.cudnn_benchmark=false")
@@ -609,7 +644,7 @@ def test_skips_end_a_run_only_in_a_row(make):
     assert (trainer.progress.updates, trainer.progress.skipped) == (2, 98)
     trainer = make("precision=amp", *length)
     made = []
-    trainer.precision.step = lambda *_: made.append(0)
+    trainer.precision.step = lambda *_: bool(made.append(0))
     with pytest.raises(Diverged, match="50 updates in a row"):
         trainer.fit()
     assert len(made) == 50

@@ -68,10 +68,11 @@ def test_the_sooner_of_the_two_counts(monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     last = options.Last(every_updates=10, every_minutes=1.0)
     last.restart(5)
-    assert not last.due(14)
-    assert last.due(15)
+    assert not last.counted(14)
+    assert last.counted(15)
+    assert not last.due()
     now[0] += 61
-    assert last.due(6)
+    assert last.due()
 
 
 def test_what_cannot_be_is_refused(problems):

@@ -76,7 +76,8 @@ class FakeDevice(TorchDispatchMode):
             self.waits.add(f"{line}: {wait}")
         if func._schema.name in ("aten::_local_scalar_dense", "aten::equal", "aten::allclose"):
             kind = args[0].dtype if len(args) == 1 else torch.bool
-            return torch.tensor(0 if line else 1, dtype=kind).tolist()
+            copied = self.in_step and args[0].device.type == "cpu"
+            return torch.tensor(0 if line or copied else 1, dtype=kind).tolist()
         if func._schema.name.startswith(("aten::_foreach", "aten::_fused")) and "copy" not in func._schema.name:
             check_rows(args)
         if func._schema.name in ("aten::_fused_sgd_", "aten::_fused_adagrad_"):

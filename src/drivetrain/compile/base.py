@@ -21,7 +21,7 @@ from drivetrain.core.machine.paths import user_cache
 from drivetrain.core.machine.torch_patches import wrap_forward
 from drivetrain.core.options import groups
 from drivetrain.core.options.allowed import Name
-from drivetrain.core.options.option import BuildContext, Effect, Option, RunSpec
+from drivetrain.core.options.option import BuildContext, Count, Effect, Option, RunSpec
 from drivetrain.core.step import streams
 from drivetrain.core.step.blocks import blocks_for, describe_blocks
 from drivetrain.core.step.microbatch import MicroBatch
@@ -54,6 +54,17 @@ class Compile(Option, groups.Compile):
     def seconds(self) -> float | None:
         """Return the seconds spent compiling so far, or None."""
         return None
+
+    def settle(self) -> None:
+        """Make the updates that wait for others to be made with: weights and sums are then those after the last update."""
+
+    def waits(self) -> bool:
+        """Return whether the last update waits so."""
+        return False
+
+    def checked(self, step: Step) -> Step:
+        """Return the loop's step. Raises UserError where something around the option's own one wants what that does not do."""
+        return step
 
     def cannot(self, error: BaseException) -> str:
         """Return what the run asks of this option that it cannot do, with what to set, where this error says so; else ""."""
@@ -372,10 +383,11 @@ class StepGraph(Dynamo):
     captures_step = True
     crosses_devices = False
     ranks_meet_in_forward = False  # what a recording holds of other ranks is the step's own all-reduce
-    warmup = 4  # one eager, one recorded, and on CUDA a first call and the capture
+    warmup = 4  # one eager, one recorded, and on CUDA a first call of all updates of a replay, and its capture
 
-    def __init__(self, cudagraph: bool = True, cache_dir: str | None = None) -> None:
-        self.cudagraph, self.cache_dir = cudagraph, cache_dir
+    def __init__(self, cudagraph: bool = True, updates_per_replay: Count = 1, cache_dir: str | None = None) -> None:
+        self.cudagraph, self.updates_per_replay, self.cache_dir = cudagraph, updates_per_replay, cache_dir
+        self.warmup = 2 + 2 * updates_per_replay
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
@@ -396,6 +408,19 @@ class StepGraph(Dynamo):
             )
         for key, (given, neutral) in eager_only_settings(run).items():
             yield f"{key}={given} has no effect in compile=step, which makes the update in its own way: set it to {neutral}"
+        wanting = {
+            "compile.cudagraph=false replays nothing": not self.cudagraph,
+            f"{run.named('loader')} brings each batch by itself (loader=resident has them on the device)": (
+                not run.loader.holds_samples and not run.data.on_device
+            ),
+            f"{run.named('precision')} decides at each update whether it is made": run.precision.scales_loss,
+            f"{run.named('ema')} averages the weights of each update": run.ema.active,
+            "phases have their turn at each update": bool(run.values["phases"]),
+        }
+        yield from (self._one_by_one(why) for why, is_so in wanting.items() if is_so and self.updates_per_replay > 1)
+
+    def _one_by_one(self, why: str) -> str:
+        return f"compile.updates_per_replay={self.updates_per_replay}: {why}: set it to 1"
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate_device(run)
@@ -404,6 +429,8 @@ class StepGraph(Dynamo):
                 f"compile.cudagraph=true and {run.named('parallel')} exclude each other (replaying the ranks' all-reduces is not "
                 "tested): set compile.cudagraph=false"
             )
+        if self.updates_per_replay > 1 and (kind := run.runtime.device_type()) != "cuda":
+            yield self._one_by_one(f"CUDA graphs are replayed, and the device is of type {kind}")
 
     def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> torch.nn.Module:
         self.prepare(budget)
@@ -415,12 +442,24 @@ class StepGraph(Dynamo):
         model = context.model
         self._step = WholeStep(
             step, model, context.optimizer, lambda: context.model_call.taking_batches(torch.compile(model)), self.cudagraph,
-            context.precision.update_state, context.parts, context.parallel,
+            context.precision.update_state, context.parts, context.parallel, self.updates_per_replay,
         )  # fmt: skip
         return self._step
 
     def seconds(self) -> float | None:
         return self._step.seconds + (super().seconds() or 0.0)
+
+    def settle(self) -> None:
+        self._step.settle()
+
+    def waits(self) -> bool:
+        return self._step.waits()
+
+    def checked(self, step: Step) -> Step:
+        if self.updates_per_replay > 1 and step is not self._step:
+            wants = f"{type(step).__name__} wants each update by itself (of a callback, debug, the loss or the model)"
+            raise UserError(self._one_by_one(wants))
+        return step
 
 
 class CudaGraph(Inductor):

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 import torch._inductor
@@ -21,80 +20,17 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from drivetrain.compile.replays import Outputs, PlannedReplay, ReplayedShape, Replays, first_line, tensors_of
 from drivetrain.core.machine.torch_patches import compiling
 from drivetrain.core.options import groups
 from drivetrain.core.step import trees
 from drivetrain.core.step.microbatch import MicroBatch
-from drivetrain.core.step.step import Step
+from drivetrain.core.step.step import Made, Step
 from drivetrain.core.typed import StateDict
-
-if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE
 
 logger = logging.getLogger(__name__)
 
-
-Outputs = tuple[torch.Tensor, ...]
 Key = tuple[object, ...]  # what the micro-batches of one graph share
-
-
-class CapturedGraph:
-    """Captures a graph's second call as a CUDA graph, and replays it from then on.
-
-    The graphs of all shapes take their memory from one `pool`. They never run at the same time, and what one returns has
-    been read before the next one runs.
-    """
-
-    def __init__(self, run: Callable[..., Outputs], pool: _POOL_HANDLE) -> None:
-        self._run, self._pool, self._call = run, pool, self._first
-
-    def __call__(self, *inputs: torch.Tensor) -> Outputs:
-        return self._call(*inputs)
-
-    def _first(self, *inputs: torch.Tensor) -> Outputs:
-        """Load and autotune kernels, which a capture cannot do."""
-        self._call = self._second
-        return self._run(*inputs)
-
-    def _second(self, *inputs: torch.Tensor) -> Outputs:
-        self._call = self._replay if self._capture(inputs) else self._run
-        return self._call(*inputs)
-
-    def _capture(self, inputs: tuple[torch.Tensor, ...]) -> bool:
-        """Capture one call. Returns False if CUDA cannot: nothing has been computed then, because a capture only records."""
-        self._graph, self._inputs = torch.cuda.CUDAGraph(), [t.clone() for t in inputs]
-        stream = torch.cuda.current_stream()
-        try:
-            # In "global" mode the capture would fail when a loader's thread pins memory in the meantime.
-            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._outputs = self._run(*self._inputs)
-        except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # some releases of torch leave the stream of a failed capture current
-            _end_capture_of_random_numbers()
-            logger.warning("compile=step: no CUDA graph: %s. Going on with one launch for each kernel", first_line(error))
-            return False
-        return True
-
-    def _replay(self, *inputs: torch.Tensor) -> Outputs:
-        for captured, given in zip(self._inputs, inputs, strict=True):
-            captured.copy_(given, non_blocking=True)
-        self._graph.replay()
-        return self._outputs
-
-
-def _end_capture_of_random_numbers() -> None:
-    """Let the device draw random numbers again.
-
-    Where a capture fails, torch leaves the device's generator as if it were still captured: each later draw would raise
-    "Offset increment outside graph capture". A copy of the generator's state is not captured.
-    """
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    generator.graphsafe_set_state(generator.clone_state())
-
-
-def first_line(error: Exception) -> str:
-    """Return an error's type and the first line of its message."""
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 # Sorting by locality would move recomputed activations (activation checkpointing) from the backward into the forward.
@@ -102,7 +38,12 @@ INDUCTOR = {"reorder_for_locality": False}
 # torch.optim's settings for an update without Python numbers; the compiler fuses it.
 TRACEABLE = {"fused": False, "foreach": True, "capturable": True}
 
-Graph = Callable[..., Outputs]  # tensors of inputs and targets, weight → weighted loss; with scaling also whether it updated
+Compiled = Callable[..., Outputs]  # tensors of inputs and targets, weight → with scaling whether it updated
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Return whether launches on this device can be captured."""
+    return device.type == "cuda"
 
 
 class CannotRecordError(Exception):
@@ -110,7 +51,7 @@ class CannotRecordError(Exception):
 
 
 class WholeStep:
-    """Runs a step as one graph for each shape of a micro-batch.
+    """Runs a step as one graph for each shape of a micro-batch. On CUDA `together` updates are replayed at once.
 
     If `inner` cannot be recorded, training continues with `inner` and the forward that `fallback` returns.
     """
@@ -125,16 +66,23 @@ class WholeStep:
         update_state: Callable[[], list[torch.Tensor]] = list,
         log_sums: Callable[[], dict[str, torch.Tensor]] = dict,
         parallel: groups.Parallel | None = None,
+        together: int = 1,
     ) -> None:
         self.inner, self._model, self._optimizer, self._update_state = inner, model, optimizer, update_state
         self._fallback, self._cudagraph, self._log_sums, self._parallel = fallback, cudagraph, log_sums, parallel
+        self._together = together
         self.seconds = 0.0  # spent recording and compiling
         self._eager, self._started = True, False
         self._attempted = False  # a micro-batch of this update was recorded, or could not be
         self._updated = False  # the update's last micro-batch has updated already
-        self._made: list[torch.Tensor] = []  # whether it did, where the graph decides
-        self._graphs: dict[Key, Graph] = {}
-        self._pool: _POOL_HANDLE | None = None  # the memory of all CUDA graphs
+        self._cleared = False  # and cleared the gradients
+        self._made: Outputs = ()  # whether it did, where the graph decides
+        self._graphs: dict[Key, Compiled] = {}
+        self._replays: Replays | None = None
+        self._shapes: dict[Key, ReplayedShape] = {}  # of what is replayed
+        self._waiting: list[PlannedReplay] = []  # micro-batches that will be run together
+        self._loss_sum: torch.Tensor | None = None  # that graphs add to: of the first update
+        self._own_sum: torch.Tensor | None = None  # where they are called with another one
         self._trained: list[torch.nn.Parameter] = []  # parameters that get gradients
         self._gradient_sums: list[torch.Tensor] = []  # their gradients, where an update has several micro-batches
         self._lr_tensors: list[torch.Tensor] = []
@@ -142,25 +90,64 @@ class WholeStep:
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         """Run forward and backward of one micro-batch; after an update's last one, also the update."""
-        if not self._eager and batch.last:
-            self._copy_lrs()
-            if self._constants() != self._recorded_constants:
-                self._give_up("a schedule moves a number of the optimizer other than its learning rate (momentum, weight decay)")
+        if not self._eager and batch.last and self._constants() != self._recorded_constants:
+            self.settle()
+            self._give_up("a schedule moves a number of the optimizer other than its learning rate (momentum, weight decay)")
         if self._eager:
+            self._loss_sum = loss_sum if self._loss_sum is None else self._loss_sum
             self.inner.micro_batch(batch, loss_sum)
             return
         if not batch.last and not self._gradient_sums:
             self._gradient_sums = [torch.zeros_like(p) for p in self._trained]
-        key = (batch.last, bool(self._gradient_sums), trees.signature(batch.x), trees.signature(batch.y))
-        graph = self._graphs.get(key)
-        if graph is None:
+        if loss_sum is self._loss_sum:
+            self._run(batch, loss_sum)
+            return
+        if self._own_sum is None:
+            self._own_sum = torch.zeros_like(loss_sum)
+        self._run(batch, self._own_sum)
+        loss_sum += self._own_sum
+        self._own_sum.zero_()
+
+    def _run(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        key = (
+            batch.last, bool(self._gradient_sums), trees.signature(batch.x), trees.signature(batch.y), loss_sum is self._loss_sum,
+        )  # fmt: skip
+        compiled = self._graphs.get(key)
+        if compiled is None:
+            self.settle()
+            self._copy_lrs()
             self._record(key, batch, loss_sum)
             return
         self._updated = batch.last
-        loss, *self._made = self._call_graph(graph, batch)
-        loss_sum += loss
+        if self._replays is None:
+            self._copy_lrs()
+            self._made = self._call(lambda: compiled(*tensors_of(batch)))
+            return
+        graph = self._shapes.get(key) or self._shapes.setdefault(key, ReplayedShape(compiled, batch))
+        rates, replays = [group["lr"] for group in self._param_groups] if batch.last else [], self._replays
+        work = PlannedReplay(graph, batch, rates)
+        if self._together == 1 or loss_sum is not self._loss_sum or not replays.gathers(batch) or not graph.has_weight(batch):
+            self.settle()
+            self._made = self._call(lambda: replays([work]))
+            return
+        if self._waiting and self._waiting[0].batch.piece is not batch.piece:
+            self.settle()
+        self._waiting.append(work)
+        if sum(each.graph.last for each in self._waiting) == self._together:
+            waiting, self._waiting = self._waiting, []
+            self._call(lambda: replays(waiting))
 
-    def update(self) -> bool:
+    def settle(self) -> None:
+        """Run what waits for others to be run with, micro-batch by micro-batch."""
+        waiting, self._waiting, replays = self._waiting, [], self._replays
+        for work in waiting:
+            self._call(lambda work=work: replays([work]))  # type: ignore[misc]
+
+    def waits(self) -> bool:
+        """Return whether the last update waits for others to be made with."""
+        return bool(self._waiting)
+
+    def update(self) -> Made:
         """Update the weights, unless the graph has done so."""
         done = self._update()
         if self._attempted:
@@ -168,13 +155,13 @@ class WholeStep:
             self._keep_ranks_together()
         return done
 
-    def _update(self) -> bool:
+    def _update(self) -> Made:
         if self._updated:
-            self._updated = False
+            self._updated, self._cleared = False, True
             return all(map(bool, self._made))  # read where loss scaling may skip an update, as an eager one does
         trained = [p for p in self._model.parameters() if p.grad is not None]
         done = self.inner.update()
-        if done and not self._started:
+        if not self._started and done:
             self._start_graphs(trained)
         return done
 
@@ -191,16 +178,17 @@ class WholeStep:
         """Clear the gradients. Graphs clear their own; the sums are cleared in case an update is repeated."""
         if self._eager:
             self.inner.zero_grad()
-        elif self._gradient_sums:
+        elif self._gradient_sums and not self._cleared:
             torch._foreach_zero_(self._gradient_sums)
+        self._cleared = False
 
     def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
         """Return the inner step with another forward: a graph has none to replace."""
         return self.inner.with_forward(forward)
 
-    def _call_graph(self, graph: Graph, batch: MicroBatch) -> Outputs:
+    def _call(self, run: Callable[[], Outputs]) -> Outputs:
         try:
-            return graph(*_tensors(batch))
+            return run()
         except Exception as error:  # some weights may be updated already, so the update must not be repeated
             raise RuntimeError(f"compile=step: the graph of an update failed half-way: {first_line(error)}") from None
 
@@ -223,7 +211,7 @@ class WholeStep:
 
     def _copy_lrs(self) -> None:
         for i, group in enumerate(self._param_groups):
-            if group["lr"] != self._lrs[i]:
+            if group["lr"] != self._lrs[i] or self._replays is not None:  # which write the tensors too
                 self._lr_tensors[i].fill_(group["lr"])
                 self._lrs[i] = group["lr"]
 
@@ -234,11 +222,11 @@ class WholeStep:
     def _record(self, key: Key, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         """Run one micro-batch and record it as a graph. If that fails, run it eagerly."""
         start, self._attempted = time.perf_counter(), True
-        static, numbers = self._state()
+        static, numbers = self._state(loss_sum)
         saved = [t.detach().to("cpu", copy=True) for t in static]
         self._set_gradients(self._gradient_sums or [None] * len(self._trained))
         try:
-            recording, (loss, *self._made) = self._trace(static, batch)
+            recording, self._made = self._trace(static, batch, loss_sum)
         except Exception as error:  # user code may do anything with a tensor that is being recorded
             with torch.no_grad():
                 for tensor, value in zip(static, saved, strict=True):
@@ -246,19 +234,18 @@ class WholeStep:
             self._give_up(_reason(error))
             self.inner.micro_batch(batch, loss_sum)
             return
-        loss_sum += loss
         self._updated = batch.last
         try:
-            self._check(recording, static, numbers)
+            self._check(recording, static, numbers, loss_sum)
             self._graphs[key] = self._compile(recording, static, batch)
         except Exception as error:
             self._give_up(_reason(error))
         self.seconds += time.perf_counter() - start
 
-    def _state(self) -> tuple[list[torch.Tensor], list[object]]:
+    def _state(self, loss_sum: torch.Tensor) -> tuple[list[torch.Tensor], list[object]]:
         """Return every tensor that persists between updates, and the Python values of the optimizer's state."""
         model, optimizer = self._model, self._optimizer
-        update = (*self._lr_tensors, *self._gradient_sums, *self._update_state(), *self._log_sums().values())
+        update = (*self._lr_tensors, *self._gradient_sums, *self._update_state(), *self._log_sums().values(), loss_sum)
         tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *update)}
         numbers: list[object] = []
         _collect([optimizer.state, vars(optimizer)], tensors, numbers, set())
@@ -268,25 +255,26 @@ class WholeStep:
         for p, gradient in zip(self._trained, gradients, strict=True):
             p.grad = gradient
 
-    def _trace(self, static: list[torch.Tensor], batch: MicroBatch) -> tuple[torch.fx.GraphModule, Outputs]:
+    def _trace(
+        self, static: list[torch.Tensor], batch: MicroBatch, loss_sum: torch.Tensor
+    ) -> tuple[torch.fx.GraphModule, Outputs]:
         outputs: list[Outputs] = []
 
         def run(*tensors: torch.Tensor) -> Outputs:
             x, y, weight, shares = trees.unflatten(tensors[len(static) :], (batch.x, batch.y, batch.weight, batch.shares))
-            loss = torch.zeros_like(weight)
-            self.inner.micro_batch(MicroBatch(x, y, weight, batch.last, batch.epoch_end, shares=shares), loss)
-            outputs.append((loss, *self._trace_update()) if batch.last else (loss,))
+            self.inner.micro_batch(MicroBatch(x, y, weight, batch.last, batch.epoch_end, shares=shares), loss_sum)
+            outputs.append(self._trace_update() if batch.last else ())
             return outputs[0]
 
         with self._traceable():
-            recording = make_fx(run)(*static, *_tensors(batch))
+            recording = make_fx(run)(*static, *tensors_of(batch))
         return recording, outputs[0]
 
     def _trace_update(self) -> Outputs:
         """Make the update and clear the gradients. Returns whether it was made, where that is known on the device only."""
         with torch.no_grad():
             before = [(t, t.clone()) for t in self._optimizer_tensors()] if self._update_state() else []
-            made: bool | torch.Tensor = self.inner.update()
+            made: Made | torch.Tensor = self.inner.update()
             if made is False:
                 raise CannotRecordError("the precision decides in Python whether to update")
             for tensor, value in before:  # set back after an overflow
@@ -317,9 +305,11 @@ class WholeStep:
             for group, before in zip(groups, saved, strict=True):
                 group.update({k: before[k] for k in ("lr", *TRACEABLE) if k in before})
 
-    def _check(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], numbers: list[object]) -> None:
+    def _check(
+        self, recording: torch.fx.GraphModule, static: list[torch.Tensor], numbers: list[object], loss_sum: torch.Tensor
+    ) -> None:
         """Raise CannotRecordError if the update did something that the recording does not contain."""
-        tensors_now, numbers_now = self._state()
+        tensors_now, numbers_now = self._state(loss_sum)
         if numbers_now != numbers:
             raise CannotRecordError("the optimizer keeps count in Python")
         if {id(t) for t in tensors_now} != {id(t) for t in static}:
@@ -331,11 +321,11 @@ class WholeStep:
                 if written and any(getattr(v, "op", None) == "get_attr" for v in (value if isinstance(value, list) else [value])):
                     raise CannotRecordError("the model writes into a tensor that is neither a parameter nor a buffer")
 
-    def _compile(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], batch: MicroBatch) -> Graph:
+    def _compile(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], batch: MicroBatch) -> Compiled:
         # Static shapes in a ShapeEnv: without one inductor would not cache the code for the next run.
         fake = FakeTensorMode(shape_env=ShapeEnv())
         inputs: list[torch.Tensor | int | torch.SymInt | None] = [
-            fake.from_tensor(t, static_shapes=True) for t in (*static, *_tensors(batch))
+            fake.from_tensor(t, static_shapes=True) for t in (*static, *tensors_of(batch))
         ]
         with torch.no_grad(), tracing(TracingContext(fake)):  # no gradients: the backward is in the graph
             compiled = torch._inductor.compile(recording, inputs, options=INDUCTOR)
@@ -344,10 +334,9 @@ class WholeStep:
         def run(*tensors: torch.Tensor) -> Outputs:
             return tuple(compiled(*static, *tensors))
 
-        if not (self._cudagraph and batch.weight.is_cuda):
-            return run
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        return CapturedGraph(run, self._pool)
+        if self._replays is None and self._cudagraph and has_graphs(batch.weight.device):
+            self._replays = Replays(self._lr_tensors, torch.cuda.graph_pool_handle())
+        return run
 
     def _give_up(self, reason: str) -> None:
         self._eager = True
@@ -356,11 +345,6 @@ class WholeStep:
         self._set_gradients(self._gradient_sums or [None] * len(self._trained))
         self.inner = self.inner.with_forward(self._fallback())
         logger.warning("compile=step: this step cannot be one graph: %s. Going on with compile=inductor", reason)
-
-
-def _tensors(batch: MicroBatch) -> list[torch.Tensor]:
-    """Return what a graph is called with: the tensors of inputs and targets, the weight, and the shares if there are any."""
-    return trees.leaves((batch.x, batch.y, batch.weight, batch.shares))
 
 
 def _collect(value: object, tensors: dict[int, torch.Tensor], numbers: list[object], seen: set[int]) -> None:

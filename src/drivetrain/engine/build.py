@@ -161,15 +161,16 @@ def build(context: RunContext, log_writers: Sequence[LogWriter], before: Previou
     if saving.active:
         own.check()
     trainer = Trainer(
-        model=model, step=callbacks.wrap_step(step), selection=selection, optimizer=optimizer, scheduler=scheduler,
-        precision=precision, stopping=Stop.of(run).build(context), parallel=parallel, ema=ema, batch=batch, loader=loader,
+        model=model, step=compiler.checked(callbacks.wrap_step(step)), selection=selection, optimizer=optimizer,
+        scheduler=scheduler, precision=precision, stopping=Stop.of(run).build(context), parallel=parallel, ema=ema, batch=batch,
+        loader=loader,
         train_data=context.train_data, taken=context.train_data.taken(world, context.on_exit), evaluator=evaluator,
         device=context.device,
         memory_format=context.memory_format,
         seed=context.seed, drop_last=run.data.drop_last, epochs=run.values["epochs"], max_updates=context.horizon.updates,
         log_every=run.values["log_every"], evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
         writer=Writer(context.run_dir, saving, parallel, eval_weights, describe(run, context.data)), progress=context.progress,
-        timer=timer, log=log, callbacks=callbacks, owned=own, compile_seconds=compiler.seconds,
+        timer=timer, log=log, callbacks=callbacks, owned=own, compiler=compiler, compile_seconds=compiler.seconds,
     )  # fmt: skip
     if batch.preallocate:
         trainer.preallocate()

@@ -116,7 +116,7 @@ class CallbackStep(WrappingStep):
     made: bool = False  # the update was not skipped
 
     def update(self) -> bool:
-        self.made = self.inner.update()
+        self.made = bool(self.inner.update())
         return self.made
 
     def zero_grad(self) -> None:

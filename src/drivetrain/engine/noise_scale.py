@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from drivetrain.core.step.microbatch import MicroBatch
-from drivetrain.core.step.step import WrappingStep
+from drivetrain.core.step.step import Made, WrappingStep
 from drivetrain.core.typed import StateDict
 from drivetrain.parallel import Parallel
 
@@ -93,7 +93,7 @@ class NoiseScaleStep(WrappingStep):
                 self.inner.micro_batch(batch, loss_sum)
                 self._measured(batch, squared_norm())
 
-    def update(self) -> bool:
+    def update(self) -> Made:
         if self._first is not None:
             self.noise.add(self._first, self._squared_norm(), self._share)
         self.noise.updates += 1

@@ -103,7 +103,7 @@ class PhasedStep:
         try:
             for batch in self.waiting:
                 phase.step.micro_batch(batch, total)
-            made = phase.step.update()
+            made = bool(phase.step.update())
         finally:
             phase.step.zero_grad()
         self._loss_sum += total

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from drivetrain.compile import Compile
 from drivetrain.core.errors import UserError, collecting, refuse
 from drivetrain.core.machine.signals import StopFlag
 from drivetrain.core.options import stages as core
@@ -151,7 +152,7 @@ class StagedRun:
             model=gone, step=gone, optimizer=gone, scheduler=gone, precision=gone, ema=gone, loader=gone,
             evaluator=replace(trainer.evaluator, model=gone, forward=gone, eval_weights=gone, ema=gone, precision=gone),
             writer=Writer(context.run_dir, trainer.saving, trainer.parallel, nullcontext),
-            compile_seconds=lambda: compiled,
+            compiler=Compile(), compile_seconds=lambda: compiled,
             stream_watchers=[],
         )  # fmt: skip
         del trainer, context.model, context.optimizer, context.read

@@ -9,6 +9,7 @@ import torch
 
 from drivetrain.core.options.protocols import LossStep, PrecisionStep
 from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.step import Made
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +29,7 @@ class PlainStep:
         self.precision.backward(loss, batch.weight)
         loss_sum.addcmul_(loss.detach(), batch.weight)
 
-    def update(self) -> bool:
+    def update(self) -> Made:
         return self.precision.step(self.optimizer, self.clip)
 
     def zero_grad(self) -> None:

@@ -37,7 +37,8 @@ class StepTimer:
         self._clock = clock or Clock()
         self._start: Mark  # of the step that is running
         self._waits: list[tuple[Mark, Mark]]  # of the step that is running
-        self._unread: deque[tuple[Mark, Mark, list[tuple[Mark, Mark]]]] = deque()  # steps: start, end, waits
+        self._unread: deque[tuple[Mark, Mark, list[tuple[Mark, Mark]], int]] = deque()  # start, end, waits, how many steps
+        self._size = self._together = 0  # samples of a step; steps since the last mark
         self._logged = 0.0  # wait at the last log
         self._since = self._trained = 0.0  # seconds of training since then; of all of it after the warm-up
         self._lap: Mark | None = None  # from which on training is not yet in these; None where it pauses
@@ -48,7 +49,7 @@ class StepTimer:
         """Begin a run or its next stage by a warm-up, after so many samples, and with so many for each update."""
         self._read(len(self._unread))
         self._samples = self.samples(trained)
-        self._cold, self._warm_from = self.warmup, trained + self.warmup * size
+        self._cold, self._warm_from, self._size = self.warmup, trained + self.warmup * size, size
         self._lap = self._warm_lap = None
 
     def samples(self, trained: int) -> int:
@@ -57,21 +58,26 @@ class StepTimer:
 
     def waits(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the stream's micro-batches and mark the waits for them."""
-        mark = self._clock.mark
+        mark, there = self._clock.mark, False  # whether the next micro-batch is on the device, so that nothing waits for it
         while True:
-            requested, began = time.perf_counter(), mark()
+            requested, began = time.perf_counter(), None if there else mark()
             item = next(stream, None)
             if item is None:
                 return
-            self._waits.append((began, mark()))
+            if began is not None:
+                self._waits.append((began, mark()))
+            there = item.more
             self.reading.record(requested, item)
             yield item
 
-    def step(self) -> None:
-        """Mark the end of a step."""
+    def step(self, waits: bool = False) -> None:
+        """Mark the end of a step. One that waits to be made with the next ones is timed with them, each as long as the others."""
+        self._together += 1
+        if waits:
+            return
         end = self._clock.mark()
-        self._unread.append((self._start, end, self._waits))
-        self._start, self._waits = end, []
+        self._unread.append((self._start, end, self._waits, self._together))
+        self._start, self._waits, self._together = end, [], 0
         if self._clock.passed(self._unread[0][1]):
             self._read(1)
 
@@ -96,23 +102,27 @@ class StepTimer:
     def _read(self, count: int) -> None:
         """Read the durations of the oldest unread steps."""
         for _ in range(count):
-            start, end, waits = self._unread.popleft()
-            seconds, wait = self._clock.seconds(start, end), self._clock.total(waits)
-            self.steps.append(seconds)
+            start, end, waits, count = self._unread.popleft()
+            seconds, wait = self._clock.seconds(start, end) / count, self._clock.total(waits)
+            self.steps.extend([seconds] * count)
             self.wait += wait
             if start is not self._warm_lap:
                 self._clock.reuse(start)
             if self.to_first_step is None:
                 self.to_first_step = self._resumed + seconds
             if self._cold:
-                self._cold -= 1
+                self._warm_from += max(0, count - self._cold) * self._size
+                self._cold = max(0, self._cold - count)
                 self._warm_lap = None if self._cold else end
             else:
-                self._warm.append(seconds)
+                self._warm.extend([seconds] * count)
                 self._warm_wait += wait
 
     def since_last(self) -> tuple[float, dict[str, float]]:
         """Wait for the device. Return the seconds of training since the last call, and figures: the share spent waiting, …"""
+        if self._together:  # they have been made meanwhile
+            self._together -= 1
+            self.step()
         self._read(len(self._unread))
         self._close()
         (seconds, self._since), (wait, self._logged) = (self._since, 0.0), (self._logged, self.wait)

@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 
 from drivetrain.batch.base import Batch
+from drivetrain.compile import Compile
 from drivetrain.core.errors import PEER_GONE, CallbackError, Diverged, Interrupted, UserError
 from drivetrain.core.machine.device import is_out_of_memory, reads_device_on_purpose
 from drivetrain.core.machine.signals import StopFlag
@@ -19,7 +20,7 @@ from drivetrain.core.options.horizon import Progress
 from drivetrain.core.options.selection import Selection
 from drivetrain.core.step import streams
 from drivetrain.core.step.microbatch import MicroBatch, Request
-from drivetrain.core.step.step import Step, Stream, StreamWatcher
+from drivetrain.core.step.step import Made, Step, Stream, StreamWatcher
 from drivetrain.core.typed import StateDict
 from drivetrain.core.user.state import OwnState, Stateful
 from drivetrain.ema.base import Ema
@@ -39,6 +40,7 @@ from drivetrain.stop.base import Stop
 
 SAVE, STOP, FAIL = 1, 2, 3  # flags that are all-reduced after an update, and at batches of an evaluation; the higher wins
 MAX_SKIPS = 50  # updates skipped in a row before the run counts as diverged
+STOP_S = 0.1  # in which several ranks agree to stop: they ask one another twice in it
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +79,11 @@ class Trainer:
     log: TrainingLog
     callbacks: Callbacks
     owned: OwnState  # of what the user brought
-    compile_seconds: Callable[[], float | None]  # spent compiling so far
+    compiler: Compile
+    compile_seconds: Callable[[], float | None]  # spent compiling so far, in all stages
     stream_watchers: list[StreamWatcher] = field(default_factory=list)  # wrap the training stream, in order
+    _open: Made | None = field(default=None, init=False)  # whether the last update was made, until that is asked
+    _agreed_every: int = field(default=0, init=False)  # updates after which several ranks agree; 0: not known yet
 
     def fit(self, stop: StopFlag | None = None) -> None:
         """Train to the end of the run. Raises Diverged, and Interrupted when `stop` is raised."""
@@ -117,12 +122,10 @@ class Trainer:
             step.micro_batch(batch, loss_sum)  # a graph of the whole step updates here
             if not batch.last:
                 continue
-            if step.update():
-                progress.updates += 1
-                self.ema.update()
-                self._skips_in_a_row = 0
-            else:
-                self._skip()
+            self._settle()
+            self._open, progress.updates = step.update(), progress.updates + 1
+            if self._open is True or self._open is False:
+                self._settle()
             step.zero_grad()
             if self._after_update(batch.epoch_end):
                 return
@@ -141,8 +144,18 @@ class Trainer:
         """Remove the run's end and its evaluations, so that a benchmark decides when to stop."""
         self.max_updates = self.epochs = self.evaluate_every = 2**62
 
-    def _skip(self) -> None:
+    def _settle(self) -> None:
+        """Take the answer of the last update, which counts as made until then. Nothing has changed the weights since."""
+        made, self._open = self._open, None
+        if made is None:
+            return
+        if made:
+            self.ema.update()
+            self._skips_in_a_row = 0
+            return
+        self.progress.updates -= 1
         self.progress.skipped += 1
+        self.scheduler.step(self.progress.updates)  # the rate of the update that is under way
         self._skips_in_a_row += 1
         if self._skips_in_a_row >= MAX_SKIPS:
             raise Diverged(f"{MAX_SKIPS} updates in a row had gradients that are not finite (update {self.progress.updates})")
@@ -150,10 +163,15 @@ class Trainer:
     @reads_device_on_purpose
     def _after_update(self, epoch_end: bool) -> bool:
         """Log, evaluate, save and stop where due. Returns True when the run is done."""
-        self.timer.step()
+        self.timer.step(self.compiler.waits())
         progress = self.progress
         progress.window += 1
-        agreed = self.agree()
+        counted = self.saving.counted(progress.updates)
+        if counted or epoch_end or progress.updates >= self.max_updates or progress.steps % self.log_every == 0:
+            self._settle()
+            counted = self.saving.counted(progress.updates)
+        agreed = self.agree() if progress.steps % (self._agreed_every or 1) == 0 else 0
+        agreed = max(agreed, SAVE if counted else 0)  # all ranks count alike, and need not ask
         done = progress.updates >= self.max_updates
         if not (epoch_end or agreed or done or progress.steps % self.log_every == 0):
             return False
@@ -170,13 +188,18 @@ class Trainer:
     @reads_device_on_purpose
     def record(self) -> None:
         """Log the updates since the last record."""
+        self._settle()
+        self.compiler.settle()
         progress = self.progress
         progress.samples = self.batch.consumed(self.batch.order.length, progress.epoch, progress.window, self.drop_last)
         self.log.train(self.optimizer.param_groups[0]["lr"])
+        if not self._agreed_every and self.parallel.world.size > 1 and (times := self.timer.percentiles()):
+            slowest = max(self.parallel.gather_object(times[1] / 1e3), default=0.0)  # rank 0 has them all
+            self._agreed_every = self.parallel.broadcast_object(max(1, int(STOP_S / 2 / max(slowest, 1e-9))))
 
     def agree(self) -> int:
         """Return what all ranks together want: FAIL, STOP, SAVE or 0."""
-        wanted = STOP if self._stop.raised else SAVE if self.saving.due(self.progress.updates) else 0
+        wanted = STOP if self._stop.raised else SAVE if self.saving.due() else 0
         return self.parallel.all_reduce_flag(FAIL if self.callbacks.error else wanted)
 
     def read(self, requests: Iterable[Request] | None = None) -> Stream:
@@ -273,6 +296,7 @@ class Trainer:
         world = self.parallel.world
         if not is_out_of_memory(error) or world.size > 1 or not self.batch.halve(world):
             raise error
+        self._settle()
         self.step.zero_grad()
         self.log.restart()
         release_memory(error, self.device)

@@ -41,7 +41,7 @@ def make_update(trainer: Trainer, batches: Iterable[MicroBatch], loss: torch.Ten
     """Make an update of these micro-batches; False if it was skipped."""
     for batch in batches:
         trainer.step.micro_batch(batch, loss)
-    made = trainer.step.update()
+    made = bool(trainer.step.update())
     trainer.step.zero_grad()
     return made
 

@@ -39,6 +39,7 @@ from drivetrain.core.step.trees import Tree
 from drivetrain.core.typed import StateDict
 from drivetrain.core.user import state as owned
 from drivetrain.core.world import World
+from drivetrain.loader import pieces
 
 logger = logging.getLogger(__name__)
 
@@ -264,6 +265,18 @@ class Loader(Option, groups.Loader):
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
     ) -> Stream:
         """Yield the micro-batches of `requests` on the device, in their order."""
+        if not (most := pieces.samples_at_once(pipeline.source, pipeline.views, device)):
+            yield from self._stream(pipeline, requests, device, memory_format)
+            return
+        weights: dict[float, torch.Tensor] = {}
+        for piece in pieces.pieces(requests, most):
+            (whole,) = self._stream(pipeline, [pieces.joined(piece)], device, memory_format)
+            yield from pieces.divided(whole, piece, weights)
+
+    def _stream(
+        self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
+    ) -> Stream:
+        """Yield each request's micro-batch by itself."""
         on_device = pipeline.to(device)
         if device.type != "cpu":
             pipeline = pipeline._replace(normalize_later=True)

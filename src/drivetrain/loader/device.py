@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -13,7 +12,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.options.option import Count, RunSpec, Share
 from drivetrain.core.step import trees
-from drivetrain.core.step.microbatch import MicroBatch, Request
+from drivetrain.core.step.microbatch import Request
 from drivetrain.core.step.source import Source
 from drivetrain.core.step.step import Stream
 from drivetrain.core.step.tensors import Tensors, has_streams
@@ -74,7 +73,6 @@ class DeviceLoader(Loader):
 
 CHUNK = 256  # samples that are read at a time
 ENDLESS = 2**62  # multiple that sequences are padded to: that of the longest is the longest
-PIECE = 2**28  # bytes of float32 inputs that a device augments and normalises at once: small images of an epoch
 
 
 class Resident(Loader):
@@ -87,6 +85,7 @@ class Resident(Loader):
 
     effect = "close"
     changes = "samples are augmented on the device, and images rounded to the step's 16 bits there"
+    holds_samples = True
 
     def __init__(self, share: Share = 0.5) -> None:
         self.share = share
@@ -119,21 +118,7 @@ class Resident(Loader):
         resident = pipeline.to(device)._replace(source=source)
         if resident.normalize is not None and resident.computes_in is not None:
             resident = resident._replace(normalize=resident.normalize.rounded(resident.computes_in))
-        weights: dict[float, torch.Tensor] = {}
-        for piece in _pieces(requests, _samples_at_once(pipeline, source, device)):
-            (whole,) = super().stream(resident, [_joined(piece)], device, memory_format)
-            if len(piece) == 1:
-                yield whole
-                continue
-            sizes = [len(request.indices) for request in piece]
-            x, y = (_split(tree, sizes) for tree in (whole.x, whole.y))
-            seconds = (whole.seconds or 0.0) / len(piece)
-            for number, each in enumerate(piece):
-                if each.weight not in weights:
-                    weights[each.weight] = torch.full((), each.weight, device=device)
-                yield MicroBatch(
-                    x[number], y[number], weights[each.weight], each.last, each.epoch_end, seconds, whole.ready, not each.weight
-                )
+        yield from super().stream(resident, requests, device, memory_format)
 
     def _copy(self, pipeline: Pipeline, device: torch.device) -> Tensors:
         """Copy a source to the device. Raises UserError where it does not fit."""
@@ -174,40 +159,6 @@ class Resident(Loader):
                 f"loader=resident: the data takes {size / 2**30:.1f} GiB and {free / 2**30:.1f} GiB of the device are free, "
                 f"of which loader.share={self.share:g} is for data: set loader=device, smaller images, or a larger share"
             )
-
-
-def _samples_at_once(pipeline: Pipeline, source: Tensors, device: torch.device) -> int:
-    """Return how many samples are prepared at once. A CPU launches nothing, and there a batch stays in the cache."""
-    values = pipeline.views * sum(tensor[0].numel() for tensor in trees.leaves(source.x))
-    return PIECE // (4 * values) if has_streams(device) else 0
-
-
-def _pieces(requests: Iterable[Request], most: int) -> Iterator[list[Request]]:
-    """Yield successive requests of one epoch together, of up to `most` samples. One that mixes samples is by itself."""
-    piece: list[Request] = []
-    room = most
-    for request in requests:
-        room -= len(request.indices)
-        if piece and (room < 0 or request.mix_with is not None or request.epoch != piece[0].epoch):
-            yield piece
-            piece, room = [], most - len(request.indices)
-        piece.append(request)
-        if request.mix_with is not None:
-            room = 0
-    if piece:
-        yield piece
-
-
-def _joined(piece: list[Request]) -> Request:
-    if len(piece) == 1:
-        return piece[0]
-    return replace(piece[0], indices=torch.cat([request.indices for request in piece]), weight=1.0)
-
-
-def _split(tree: Tree, sizes: list[int]) -> list[Tree]:
-    """Return views of the samples of a tree, the first sizes[0] of them and so on."""
-    parts = zip(*(tensor.split(sizes) for tensor in trees.leaves(tree)), strict=True)
-    return [trees.unflatten(part, tree) for part in parts]
 
 
 def _room(chunk: Tree, n: int, device: torch.device) -> Tree:

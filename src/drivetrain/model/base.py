@@ -211,7 +211,7 @@ class AfterUpdateStep(WrappingStep):
     call: Callable[[], None]
 
     def update(self) -> bool:
-        made = self.inner.update()
+        made = bool(self.inner.update())
         if made:
             with torch.no_grad():
                 self.call()

@@ -21,7 +21,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.options.option import BuildContext, RunSpec
 from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.step.modules import replace_parameters
-from drivetrain.core.step.step import Step, WrappingStep
+from drivetrain.core.step.step import Made, Step, WrappingStep
 from drivetrain.core.step.trees import Tree
 from drivetrain.core.typed import StateDict
 from drivetrain.parallel.base import OwnGradients, is_sharded, shard_of
@@ -177,13 +177,13 @@ class ShardedStep(WrappingStep):
             self.root.set_requires_gradient_sync(batch.last)
         self.inner.micro_batch(batch, loss_sum)
 
-    def update(self) -> bool:
+    def update(self) -> Made:
         for p, shard in self.shards:
             shard.grad = None if p.grad is None else shard_of(p.grad).view(shard.shape)
         if self.whole is None:
             return self.inner.update()
         self.whole.gather()
-        if made := self.inner.update():
+        if made := bool(self.inner.update()):
             self.whole.spread()
         return made
 

@@ -14,6 +14,7 @@ from drivetrain.core.lazy import import_torchao, torch
 from drivetrain.core.machine import torch_patches
 from drivetrain.core.options import groups
 from drivetrain.core.options.option import BuildContext, Count, Effect, Option, Positive, RunSpec, needs_extra
+from drivetrain.core.step.step import LateAnswer, Made
 from drivetrain.core.step.trees import Tree
 from drivetrain.core.typed import StateDict
 from drivetrain.precision import cpu_half
@@ -100,8 +101,8 @@ class Precision(Option, groups.Precision):
         """Return the tensor to call backward on, where the caller does so itself."""
         return loss * weight
 
-    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
-        """Clip and update. Returns False if the update was skipped; then schedule and EMA must not move."""
+    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> Made:
+        """Clip and update. False if the update was skipped; then schedule and EMA must not move."""
         clip()
         optimizer.step()
         return True
@@ -233,7 +234,7 @@ class Amp(Bf16):
     dtype = "float16"
     scales_loss = True
     _phases: dict[str, Amp]  # of the updates, by name
-    step_waits = "an overflow, which the host reads after each backward, skips the update"
+    step_waits = "an overflow skips the update: the host reads it, unless the optimizer is fused and looks itself"
 
     def __init__(self, init_scale: Positive = 65536.0, growth_interval: Count = 2000) -> None:
         self.init_scale, self.growth_interval = init_scale, growth_interval
@@ -259,21 +260,26 @@ class Amp(Bf16):
     def scaled(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.scaler.scale(loss) * weight
 
-    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
-        """Update unless there was an overflow. Reading that waits for the backward only; clipping is queued by then.
+    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> Made:
+        """Update unless there was an overflow.
 
-        Without that read, the schedule, the EMA and the counters would have to live on the device and advance by `1 - overflow`.
+        torch's fused kernels skip the update themselves, and the host asks later whether they did. For others the host reads the
+        overflow first, which waits for the backward; clipping is queued by then.
         """
         if torch.compiler.is_compiling():
             return self._recorded_step(optimizer, clip)  # type: ignore[return-value]
         with self._unscaled(optimizer):
             clip()
-            found = self.scaler._found_inf_per_device(optimizer)  # `scaler.step` would read it too, but does not return it
-            overflow = any(float(self._parallel.all_reduce_max(inf)) for inf in found.values())
-            if not overflow:
+            found = [self._parallel.all_reduce_max(inf) for inf in self.scaler._found_inf_per_device(optimizer).values()]
+            made: Made
+            if len(found) == 1 and _skips_overflows(optimizer):
+                vars(optimizer).update(grad_scale=None, found_inf=found[0])  # as torch's own scaler hands it over
+                optimizer.step()
+                vars(optimizer)["found_inf"], made = None, LateAnswer(found[0])
+            elif made := not any(map(float, found)):
                 optimizer.step()
             self.scaler.update()
-        return not overflow
+        return made
 
     def _recorded_step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> torch.Tensor:
         """Make the update in any case, and return whether it counts, 0-d: compile=step then decides on the device."""
@@ -307,6 +313,14 @@ class Amp(Bf16):
             self.scaler.load_state_dict({**state, "growth_interval": self.growth_interval})  # a setting of the config, not state
         for name, saved in state.get("phases", {}).items():
             self._phases[name].load_state_dict(saved)
+
+
+def _skips_overflows(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether its kernels skip an update after an overflow, and all that they write into is there: a skip sets nothing."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    stateful = [group["params"] for group in optimizer.param_groups if group.get("momentum") != 0]
+    return not any(p.grad is not None and p not in optimizer.state for params in stateful for p in params)
 
 
 ROCM = (9, 4)  # AMD's first architecture with float8 products, gfx942

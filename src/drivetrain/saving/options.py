@@ -21,8 +21,12 @@ class Saving(Option, groups.Saving):
     def restart(self, update: int) -> None:
         """Start counting updates and minutes from here."""
 
-    def due(self, update: int) -> bool:
-        """Return whether to save after this update, within an epoch."""
+    def counted(self, update: int) -> bool:
+        """Return whether to save after this update, within an epoch, by the number of updates: alike on all ranks."""
+        return False
+
+    def due(self) -> bool:
+        """Return whether to save by this rank's clock, within an epoch."""
         return False
 
     def chosen(self, saved: Sequence[int], ranked: Sequence[int]) -> list[int]:
@@ -60,10 +64,11 @@ class Last(Saving):
     def restart(self, update: int) -> None:
         self._update, self._time = update, time.monotonic()
 
-    def due(self, update: int) -> bool:
-        by_count = self.every_updates is not None and update - self._update >= self.every_updates
-        by_clock = self.every_minutes is not None and time.monotonic() - self._time >= 60 * self.every_minutes
-        return by_count or by_clock
+    def counted(self, update: int) -> bool:
+        return self.every_updates is not None and update - self._update >= self.every_updates
+
+    def due(self) -> bool:
+        return self.every_minutes is not None and time.monotonic() - self._time >= 60 * self.every_minutes
 
     def chosen(self, saved: Sequence[int], ranked: Sequence[int]) -> list[int]:
         return list(saved[-self.keep :])

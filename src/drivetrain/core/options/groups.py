@@ -201,6 +201,7 @@ class Loader:
     """Loads requested samples to the device."""
 
     num_workers = 0  # processes that read in each rank
+    holds_samples = False  # on the device, all of them
 
 
 class Logger:

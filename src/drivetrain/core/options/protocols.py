@@ -11,6 +11,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.options.horizon import Progress
 from drivetrain.core.options.run_spec import RunSpec
 from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.step import Made
 from drivetrain.core.step.trees import Forward
 from drivetrain.core.typed import StateDict
 
@@ -31,8 +32,8 @@ class PrecisionStep(Protocol):
     def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
         """Accumulate the gradients of weight × loss."""
 
-    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
-        """Clip and update. Returns False if the update was skipped."""
+    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> Made:
+        """Clip and update. False if the update was skipped."""
 
 
 class LogWriter(Protocol):

@@ -46,6 +46,14 @@ def _unpickled(*values: object) -> Request:
     return Request(*given)
 
 
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Inputs and targets of many micro-batches in their order, which are on the device together."""
+
+    x: Tree
+    y: Tree
+
+
 @dataclass(slots=True)
 class MicroBatch:
     """One micro-batch on the device."""
@@ -59,6 +67,9 @@ class MicroBatch:
     ready: float = 0.0
     filler: bool = False  # in an evaluation: it only lets this rank take part, and its samples count on another one
     shares: torch.Tensor | None = None  # (losses,) of a sum of several losses: its share of the update's items of each
+    piece: Piece | None = None  # of which its inputs and targets are a view
+    row: int = 0  # the place of its first sample there
+    more: bool = False  # the next micro-batch is there too: nothing is to be waited for
 
 
 Item = TypeVar("Item", Request, MicroBatch)

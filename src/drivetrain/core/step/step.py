@@ -8,9 +8,31 @@ from typing import Protocol, TypeAlias
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.tensors import has_streams
 
 Stream: TypeAlias = Generator[MicroBatch, None, None]  # of the micro-batches of training
 StreamWatcher = Callable[[Stream], Stream]  # wraps the training stream and observes it
+
+
+class LateAnswer:
+    """Whether an update was made, which the device decides. Asking waits until the device has made it, or skipped it.
+
+    Whoever asks an update later waits for nothing as a rule, while the device has that update's forward and backward to do.
+    """
+
+    def __init__(self, overflow: torch.Tensor) -> None:
+        self._overflow = overflow.to("cpu", non_blocking=True)  # 0-d or (1,); into pinned memory
+        self._arrived = torch.Event(overflow.device) if has_streams(overflow.device) else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def __bool__(self) -> bool:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return not float(self._overflow)
+
+
+Made: TypeAlias = bool | LateAnswer
 
 
 class Step(Protocol):
@@ -22,8 +44,8 @@ class Step(Protocol):
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         """Run forward and backward. Adds loss × `batch.weight`, without history, to `loss_sum` (0-d) in place."""
 
-    def update(self) -> bool:
-        """Clip the gradients and update the weights. Returns False if skipped; then schedule and EMA must not move."""
+    def update(self) -> Made:
+        """Clip the gradients and update the weights. False if skipped; then schedule and EMA must not move."""
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
@@ -41,7 +63,7 @@ class WrappingStep:
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         self.inner.micro_batch(batch, loss_sum)
 
-    def update(self) -> bool:
+    def update(self) -> Made:
         return self.inner.update()
 
     def zero_grad(self) -> None:

@@ -69,6 +69,10 @@ class Tensors(Source):
         y = self.y
         return y if isinstance(y, torch.Tensor) and y.ndim == 1 and not y.is_floating_point() else None
 
+    def values(self) -> int:
+        """The numbers of one sample's inputs."""
+        return sum(tensor[:1].numel() for tensor in trees.leaves(self._x))
+
     def nbytes(self) -> int:
         """The bytes of the inputs."""
         whole = trees.nbytes(self._x)

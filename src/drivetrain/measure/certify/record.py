@@ -279,7 +279,7 @@ class TracingStep(WrappingStep):
                 scale = float(precision.scaled(one, one.clone()))
             for name, p in reversed(self._parameters()):
                 self._add_gradient("gradient", name, p, scale)
-        self.made = self.inner.update()
+        self.made = bool(self.inner.update())
         return self.made
 
     def zero_grad(self) -> None:

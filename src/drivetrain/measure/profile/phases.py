@@ -52,8 +52,9 @@ def update(trainer: Trainer, stream: Iterator[MicroBatch]) -> None:
     else:
         progress.skipped += 1
     trainer.step.zero_grad()
-    trainer.timer.step()
+    trainer.timer.step(trainer.compiler.waits())
     if progress.steps % trainer.log_every == 0:
+        trainer.compiler.settle()
         with suppress(Diverged):  # a profile makes more updates than the run was meant for: their time is what counts
             trainer.log.train(trainer.optimizer.param_groups[0]["lr"])
 
