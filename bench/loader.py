@@ -82,6 +82,19 @@ def usual(folder: Path, workers: int, sync: BlockSync) -> None:
     drain(ImageFolder(str(folder), transforms.Compose(chain)), BATCH, workers, sync)
 
 
+def timms(folder: Path, workers: int, sync: BlockSync) -> None:
+    """timm's data set, transforms and loader, with the settings of its train.py; its prefetcher needs a CUDA device."""
+    import torch
+    from timm.data import create_dataset, create_loader
+
+    size, cuda = (3, 224, 224), torch.cuda.is_available()
+    loader = create_loader(
+        create_dataset("", root=str(folder)), size, BATCH, is_training=True, num_workers=workers, use_prefetcher=cuda,
+        pin_memory=cuda, persistent_workers=True,
+    )  # fmt: skip
+    take(sync, lambda: (x for x, *_ in loader))
+
+
 def drain(dataset: Any, batch: int, workers: int, sync: BlockSync) -> None:
     """Read a dataset by torch's DataLoader."""
     import torch

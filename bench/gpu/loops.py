@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from bench import harness
@@ -15,7 +16,7 @@ from bench.gpu import campaign
 from bench.harness import BlockSync
 
 ENDLESS = 1_000_000  # epochs; a variant ends after its last block
-LR, MOMENTUM, DECAY = 0.01, 0.9, 5e-4
+LR, MOMENTUM, DECAY, ADAMW_LR = 0.01, 0.9, 5e-4, 3e-4
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Work:
     conv: bool = False  # channels_last is of use
     compile: bool = True
     half: bool = True  # in bfloat16
+    adamw: bool = False  # in place of SGD, as language models have it
 
     @property
     def samples(self) -> int:
@@ -42,11 +44,13 @@ class Work:
 def base_overrides(work: Work) -> list[str]:
     """The overrides that all of our variants have in common."""
     shape = ",".join(map(str, work.shape))
+    sgd = ["optimizer=sgd", f"optimizer.lr={LR}", f"optimizer.momentum={MOMENTUM}"]
+    update = ["optimizer=adamw", f"optimizer.lr={ADAMW_LR}"] if work.adamw else sgd
     text = ["data.tokens=true", "loss=next_token"] if work.tokens else []
     return [
         *work.network, *text, "data=synthetic", f"data.shape=[{shape}]", f"data.classes={work.classes}",
-        f"data.samples={work.samples}", "data.test_samples=1", "optimizer=sgd", f"optimizer.lr={LR}",
-        f"optimizer.momentum={MOMENTUM}", f"optimizer.weight_decay={DECAY}", "scheduler=constant", "saving=none",
+        f"data.samples={work.samples}", "data.test_samples=1", *update, f"optimizer.weight_decay={DECAY}",
+        "scheduler=constant", "saving=none",
         f"epochs={ENDLESS}", f"evaluate_every={ENDLESS}", f"batch.global_batch={work.batch}", f"log_every={work.steps}",
         f"runtime.device={work.device}", *(["runtime.threads=1"] if work.device == "cpu" else []),
     ]  # fmt: skip
@@ -96,7 +100,9 @@ def hand(work: Work, inside: bool, bytes_normalised: str, sync: BlockSync) -> No
     x, y, model = start(work, work.conv)
     compiled = torch.compile if work.compile else lambda function: function
     kind = {"foreach": True} if inside else {"fused": True}
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, nesterov=True, weight_decay=DECAY, **kind)
+    sgd = partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM, nesterov=True)
+    adamw = partial(torch.optim.AdamW, lr=ADAMW_LR)
+    optimizer = (adamw if work.adamw else sgd)(model.parameters(), weight_decay=DECAY, **kind)
     update = compiled(optimizer.step) if inside else optimizer.step
     whole = (lambda x: model(normalised(x))) if bytes_normalised == "inside" else model
     forward = whole if inside else compiled(whole)
@@ -123,8 +129,6 @@ def timm(work: Work, fast: bool, sync: BlockSync) -> None:
     The loader gets uint8 batches that are on the device already, so that no variant reads data. `fast` adds what train.py has
     for speed: --channels-last --torchcompile --opt-kwargs fused=True.
     """
-    from functools import partial
-
     import torch
     from timm.data.loader import PrefetchLoader
     from timm.optim import create_optimizer_v2

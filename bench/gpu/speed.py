@@ -6,6 +6,7 @@ what this device was measured to do.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -102,7 +103,7 @@ WORKS = {
     "mlp": Work(("model=mlp", f"model.hidden={[256] * 8}".replace(" ", "")), (3, 8, 8), 10, 64, 200, half=False),
     "vit_b": image_network("vit_base_patch16_224", 256, 8, False),
     "gpt": Work(GPT, (1024,), 256, 32, 8, tokens=True),
-    "gpt2": Work(GPT, (1024,), 50304, 16, 8, tokens=True),  # GPT-2 124M with its true head
+    "gpt2": Work(GPT, (1024,), 50304, 16, 8, tokens=True, adamw=True),  # GPT-2 124M with its true head
     "convnext_b": image_network("convnext_base", 256, 6, True),
     "vit_s": image_network("vit_small_patch16_224", 256, 12, False),
 }
@@ -114,18 +115,15 @@ LORA_SIZES = {  # hidden, layers, heads, intermediate, length, vocabulary
     "cuda": (4096, 32, 32, 11008, 2048, 32000), "cpu": (16, 2, 2, 32, 16, 32),
 }  # fmt: skip
 SMALL_IMAGES = Work(("model=resnet9", "model.width=64"), (3, 32, 32), 10, 512, 32, conv=True)  # as CIFAR-10
+SMALL_GPT = ("model=gpt", "model.width=16", "model.depth=1", "model.heads=2")
 SMALL = {  # of the CPU's form
     "resnet50": Work(
         ("model=timm", "model.name=test_resnet"), (3, 32, 32), 10, 4, 2, "cpu", conv=True, compile=False, half=False
     ),
     "mlp": Work(("model=mlp", "model.hidden=[16]"), (3, 8, 8), 10, 8, 4, "cpu", half=False),
     "vit_b": Work(("model=timm", "model.name=test_vit"), (3, 160, 160), 10, 4, 2, "cpu", compile=False),
-    "gpt": Work(
-        ("model=gpt", "model.width=16", "model.depth=1", "model.heads=2"), (16,), 32, 4, 2, "cpu", tokens=True, compile=False
-    ),
-    "gpt2": Work(
-        ("model=gpt", "model.width=16", "model.depth=1", "model.heads=2"), (16,), 96, 4, 2, "cpu", tokens=True, compile=False
-    ),
+    "gpt": Work(SMALL_GPT, (16,), 32, 4, 2, "cpu", tokens=True, compile=False),
+    "gpt2": Work(SMALL_GPT, (16,), 96, 4, 2, "cpu", tokens=True, compile=False, adamw=True),
 }
 LADDER = (  # each rung adds its overrides to those before it
     ("naive", ("recipe=naive",)),
@@ -182,7 +180,15 @@ def variants(work: Work) -> dict[str, Loop]:
     return {
         "hand": (loops.hand, (work, False, "")), "timm fast": (loops.timm, (work, True)),
         **{f"ours {kind}": ours(work, f"compile={kind}") for kind in kinds},
+        **(several_at_once(work) if not work.half and work.compile else {}),
     }  # fmt: skip
+
+
+def several_at_once(work: Work, name: str = "ours step", *words: str) -> dict[str, Loop]:
+    """Whole steps of which a launch makes several."""
+    if work.device != "cuda":
+        return {}
+    return {f"{name} × {k}": ours(work, *words, "compile=step", f"compile.updates_per_replay={k}") for k in (4, 8)}
 
 
 def head_variants(work: Work) -> dict[str, Loop]:
@@ -249,9 +255,8 @@ def small_images(work: Work, folder: Path) -> None:
     words = ("data=packed", f"data.root={folder}", "augment=[flip_crop]")
     kinds = ("step", "inductor", "none") if work.compile else ("none",)
     ways = [(loader, kind) for loader in ("resident", "device", "threads") for kind in kinds]
-    measure(work, {
-        f"{loader}, {kind}": ours(work, *words, f"loader={loader}", f"compile={kind}") for loader, kind in ways
-    })  # fmt: skip
+    found = {f"{loader}, {kind}": ours(work, *words, f"loader={loader}", f"compile={kind}") for loader, kind in ways}
+    measure(work, found | (several_at_once(work, "resident, step", *words, "loader=resident") if work.compile else {}))
 
 
 def lora(device: str, folder: Path) -> dict[str, Any]:
@@ -279,6 +284,7 @@ def jpeg(device: str, folder: Path) -> dict[str, Any]:
     quick = device == "cpu"
     names = ("DataLoader, 2 workers", "ours, threads", "ours, workers")
     variants = {name: run for name, run in loader.jpeg_variants(folder, quick).items() if name in names}
+    variants["timm's loader"] = loader.timms, (folder / "images", os.cpu_count() or 1)
     return {"loaders": loader.measure(variants, 2 if quick else MIN_PAIRS)}
 
 
