@@ -100,9 +100,7 @@ def test_updates_that_are_replayed_together_are_those_of_one_by_one(count, more)
     replays = [each["replay"] for each in updates[13:25]]
     assert sum(replays) == len(replays) / 3
     launches = sorted(sum(each.values()) for each in updates[13:25])
-    assert launches[:-3] == [0] * 7 + [2] * 2, (
-        "rates and graph; the last ones fetch an epoch, take it, and write a record"
-    )
+    assert launches[:-3] == [0] * 7 + [2] * 2, "rates and graph; the last ones fetch an epoch, take it, and write a record"
 
 
 def test_a_graph_gathers_images_in_their_order_of_memory(count, make):

@@ -273,9 +273,9 @@ class Amp(Bf16):
             found = [self._parallel.all_reduce_max(inf) for inf in self.scaler._found_inf_per_device(optimizer).values()]
             made: Made
             if len(found) == 1 and _skips_overflows(optimizer):
-                vars(optimizer).update(grad_scale=None, found_inf=found[0])  # as torch's own scaler hands it over
-                optimizer.step()
-                vars(optimizer)["found_inf"], made = None, LateAnswer(found[0])
+                with torch_patches.given_overflow(optimizer, found[0]):
+                    optimizer.step()
+                made = LateAnswer(found[0])
             elif made := not any(map(float, found)):
                 optimizer.step()
             self.scaler.update()

@@ -83,6 +83,16 @@ def remove_step_wrappers(optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer)["step"] = step
 
 
+@contextmanager
+def given_overflow(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> Iterator[None]:
+    """Within the context the fused step does nothing where `found` > 0: torch's GradScaler hands it over by these attributes."""
+    vars(optimizer).update(grad_scale=None, found_inf=found)
+    try:
+        yield
+    finally:
+        vars(optimizer).update(found_inf=None)
+
+
 def before_steps(optimizer: torch.optim.Optimizer, look: Callable[[], None]) -> None:
     """Call `look()` before each step of an optimizer whose wrappers are removed: torch's own hooks are called by them."""
     arithmetic = optimizer.step
