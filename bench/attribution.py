@@ -250,12 +250,11 @@ TENTHS = {
     "an fsync": WAITS["fsync"],
     "a detour through float64": ON_PATH["sine in float64"],
 }
-THREADS = "threads set to 1"
 
 
 def tenth(kind: str) -> Drawn:
-    """A program of an mlp with one of the TENTHS, or with THREADS."""
-    line = "torch.set_num_threads(1)  # planted" if kind == THREADS else f"for _ in times(): {TENTHS[kind]}  # planted"
+    """A program of an mlp with one of the TENTHS."""
+    line = f"for _ in times(): {TENTHS[kind]}  # planted"
     return _program(0, kind, "head", "mlp", 0.1, [line], kind == "a detour through float64")
 
 
@@ -338,27 +337,13 @@ def examine(drawn: Drawn, profile_s: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sevenths(profile_s: float) -> dict[str, str]:
-    """The doctor's verdict on each of the TENTHS, on THREADS and on none of them; "" where it is not the right one."""
+def tenths(profile_s: float) -> dict[str, str]:
+    """The doctor's verdict on each of the TENTHS and on none of them; "" where it is not the right one."""
     found = {kind: examine(tenth(kind), profile_s) for kind in TENTHS}
     said = {kind: f["evidence"] if f["named"] else "" for kind, f in found.items()}
     said["none"] = "" if (bad := [f for f in found.values() if not f["clean"]]) else "no bottleneck"
     print({kind: (f["cost"], f["told"], f["verdict"]) for kind, f in found.items()}, bad, flush=True)
-    said[THREADS] = _threads(profile_s)
     return said
-
-
-def _threads(profile_s: float) -> str:
-    """The doctor's words on a step that sets its threads to 1; "" where it does not name that line."""
-    from drivetrain.engine import child
-    from drivetrain.measure.profile.doctor import diagnose
-    from drivetrain.measure.profile.step import profile_step
-
-    drawn = tenth(THREADS)
-    with _job_of(drawn, threads=2) as job:
-        profile = child.ask(job.run, partial(profile_step, profile_s=profile_s), THREADS)
-        problems = list(diagnose(profile, job))
-    return next((p.evidence for p in problems if p.name == "threads" and drawn.marks[0] in p.evidence), "")
 
 
 def _measure(trainer: Any, drawn: Drawn, profile_s: float) -> tuple[int, float, float, Any, Any]:

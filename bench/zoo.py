@@ -31,9 +31,9 @@ from drivetrain.measure.benchmark.variants import Facts
 from drivetrain.measure.claims import export
 from drivetrain.measure.claims.verify import HOLDS, REFUTED, UNTOLD, VerifySettings, rounded, verify
 from drivetrain.measure.intervals import mean
-from drivetrain.recipe import places
+from drivetrain.recipe import lookup
 from drivetrain.recipe import reader as recipes
-from drivetrain.recipe.claim import Claim, Memory, Reach, Speed
+from drivetrain.recipe.claims import Claim, Memory, Reach, Speed
 from drivetrain.run.reader import RunFiles, find
 from drivetrain.sweeps.store import SweepJob
 from drivetrain.sweeps.store import prepare as prepare_sweep
@@ -78,7 +78,7 @@ PLANS = {
 def names() -> list[str]:
     """The recipes that can be measured on this machine."""
     every = sorted(file.stem for file in recipes_dir().glob("*.yaml"))
-    return [name for name in every if NOT_HERE not in places.read(name).description]
+    return [name for name in every if NOT_HERE not in lookup.read(name).description]
 
 
 def trained(name: str, plan: Plan, folder: Path) -> dict[str, list[RunFiles]]:
@@ -217,7 +217,7 @@ def with_memory(claim: Claim, run: Facts) -> Claim:
 
 def write_claim(name: str, claim: Claim) -> None:
     """Write the claim as the last section of a recipe's file, in place of the one that it has."""
-    file, _ = places.load(name)
+    file, _ = lookup.load(name)
     text = re.sub(r"^claim:\n(?: .*\n)*", "", file.read_text(), flags=re.M)
     file.write_text(text + claim.text())
     recipes.read(file)
@@ -294,7 +294,7 @@ def page(text: str, content: dict[str, Any]) -> str:
 def measure(name: str, plan: Plan, given: Any) -> dict[str, Any]:
     """Train what is missing of a recipe; its entry in the results."""
     cells = trained(name, plan, given.runs)
-    recipe = places.read(name)
+    recipe = lookup.read(name)
     if given.claims and not recipe.sweep:
         (runs,) = cells.values()
         claim = claim_of(name, runs, plan, given)
@@ -308,7 +308,7 @@ def measure(name: str, plan: Plan, given: Any) -> dict[str, Any]:
 
 def verified(name: str, seeds: int, given: Sequence[str]) -> dict[str, Any] | None:
     """The answers of verifying the claim of a recipe here; None where it claims nothing."""
-    recipe = places.read(name)
+    recipe = lookup.read(name)
     if recipe.claim is None:
         return None
     return {"machine": harness.machine(), **verify(recipe, [*COMMON, *given], (), VerifySettings(seeds=seeds)).as_dict()}

@@ -52,9 +52,9 @@ def test_it_finds_its_config_from_anywhere(wheel, tmp_path):
 import drivetrain
 from drivetrain.core.machine import paths
 from drivetrain.launch.job import prepare
-from drivetrain.recipe import places
+from drivetrain.recipe import lookup
 print(drivetrain.__file__)
-print(paths.conf_dir(), places.names(), prepare(["recipe=fast"]).run.choices["precision"])
+print(paths.conf_dir(), lookup.names(), prepare(["recipe=fast"]).run.choices["precision"])
 """
     env = {"PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, env=env)

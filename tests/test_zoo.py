@@ -20,9 +20,9 @@ from drivetrain.launch.job import checked, prepare
 from drivetrain.launch.worker import run_rank
 from drivetrain.measure.benchmark.variants import Facts
 from drivetrain.measure.claims.verify import ALL, HOLDS, REFUTED, ClaimRuns, Differences, verify
-from drivetrain.recipe import places
+from drivetrain.recipe import lookup
 from drivetrain.recipe import reader as recipes
-from drivetrain.recipe.claim import Claim, DeviceSection, Memory, Quality
+from drivetrain.recipe.claims import Claim, DeviceSection, Memory, Quality
 from drivetrain.run.reader import read
 
 NAMES = sorted(file.stem for file in recipes_dir().glob("*.yaml"))
@@ -49,13 +49,13 @@ def test_a_missing_path_hides_no_other_problem(tmp_path: Path, capsys: pytest.Ca
 
 def test_each_recipe_says_what_it_is_for_in_a_line() -> None:
     for name in NAMES:
-        assert 20 < len(places.read(name).description) < 130, name
+        assert 20 < len(lookup.read(name).description) < 130, name
 
 
 def test_a_recipe_that_is_not_verified_here_claims_nothing() -> None:
     assert zoo.names()
     for name in set(NAMES) - set(zoo.names()):
-        assert places.read(name).claim is None, name
+        assert lookup.read(name).claim is None, name
 
 
 def test_a_plan_is_of_a_recipe_that_ships() -> None:
@@ -64,7 +64,7 @@ def test_a_plan_is_of_a_recipe_that_ships() -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_quick_recipe_does_what_it_claims(name: str, tmp_path: Path) -> None:
-    recipe = places.read(name)
+    recipe = lookup.read(name)
     claim = recipe.claim
     assert claim is not None
     assert claim.quality is not None
@@ -85,7 +85,7 @@ def test_a_quick_recipe_does_what_it_claims(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(QUICK)))
 def test_a_recipe_does_what_it_claims(name: str) -> None:
-    recipe = places.read(name)
+    recipe = lookup.read(name)
     if name not in zoo.names() or recipe.claim is None or zoo.PLANS.get(name, zoo.Plan()).pretrain:
         pytest.skip("it claims nothing, or starts from weights that python -m bench.zoo trains first")
     found = verify(recipe, [*zoo.COMMON], (), zoo.VerifySettings(seeds=1))
@@ -149,7 +149,7 @@ def test_the_page_says_on_which_machine_a_claim_was_verified() -> None:
 def test_a_claim_takes_the_place_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "r.yaml"
     file.write_text("description: a recipe\nclaim:\n  old: 1\n  older: 2\nepochs: 3\n")
-    monkeypatch.setattr(zoo.places, "load", lambda _: (file, b""))
+    monkeypatch.setattr(zoo.lookup, "load", lambda _: (file, b""))
     quality = Quality("accuracy", "validation", 0.9, 1)
     zoo.write_claim("r", Claim(device=DeviceSection("cpu", "a CPU"), versions={"torch": "2.15.0"}, quality=quality))
     text = file.read_text()

@@ -93,14 +93,6 @@ def test_make_fx_does_not_say_that_it_compiles():
     assert (found, torch.compiler.is_compiling()) == ([False, True], False)
 
 
-def test_threads_that_code_sets_are_seen():
-    seen: list[int] = []
-    own = torch.set_num_threads
-    with torch_patches.threads_set_by(seen.append):
-        torch.set_num_threads(3)
-    assert (seen, torch.set_num_threads) == ([3], own)
-
-
 # --- modules in the place of others ---
 
 

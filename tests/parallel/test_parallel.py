@@ -232,9 +232,9 @@ def test_a_pipelines_ranks_send_what_they_save_on_the_cpu(monkeypatch):
     with FakeTensorMode():
         model = torch.nn.Linear(3, 2, bias=False, device="cuda:1")
         pipeline._sharded = dict(model.named_parameters())
-        group = {"lr": 0.1, "params": [0], "param_names": ["weight"]}
+        group = {"lr": 0.1, "params": ["weight"], "param_names": ["weight"]}
         state = {"step": torch.ones((), device="cuda:1"), "exp_avg": torch.ones(2, 3, device="cuda:1")}
-        pipeline.full_state_dict(model, {"optimizer": {"param_groups": [group], "state": {0: state}}, "ema": {}})
+        pipeline.full_state_dict(model, {"optimizer": {"param_groups": [group], "state": {"weight": state}}, "ema": {}})
     devices = {value.device.type for value in tree_leaves(sent) if isinstance(value, torch.Tensor)}
     assert devices == {"cpu"}
 

@@ -99,11 +99,10 @@ def stay_together() -> None:
 
 def by_name(optimizer: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    names = {i: n for g in optimizer["param_groups"] for i, n in zip(g["params"], g["param_names"], strict=True)}
-    for i, state in optimizer["state"].items():
+    for name, state in optimizer["state"].items():
         for key, value in state.items():
             parts = {f"{key} {n}": part for n, part in enumerate(value)} if isinstance(value, list) else {key: value}
-            found |= {f"{names[i]} {part}": torch.as_tensor(tensor) for part, tensor in parts.items()}
+            found |= {f"{name} {part}": torch.as_tensor(tensor) for part, tensor in parts.items()}
     return found
 
 

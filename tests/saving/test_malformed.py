@@ -209,6 +209,27 @@ def test_a_checkpoint_that_verifies_and_cannot_be_restored_falls_back_to_the_one
     assert all(torch.equal(written[name], weights[name]) for name in weights), "the repeated updates give the same bits"
 
 
+@pytest.mark.parametrize("sharded", ["false", "true"])
+def test_a_checkpoint_with_numbers_of_parameters_loses_nothing(train, sharded):
+    """As torch writes an optimizer's state: the names are in the groups."""
+    done = train("updates=8", "saving.every_updates=4", "saving.keep=2", f"saving.sharded={sharded}", "optimizer=muon")
+    whole, _ = checkpoint_io.load(done.run_dir / "checkpoints/8")
+    shutil.rmtree(done.run_dir / "checkpoints/8")
+    older = done.run_dir / "checkpoints/4/state.pt"
+    state = torch.load(older, weights_only=True)
+    optimizer = state["optimizer"]
+    numbers = {name: n for n, name in enumerate(name for group in optimizer["param_groups"] for name in group["params"])}
+    optimizer["state"] = {numbers[name]: values for name, values in optimizer["state"].items()}
+    optimizer["param_groups"] = [{**g, "params": [numbers[n] for n in g["params"]]} for g in optimizer["param_groups"]]
+    torch.save(state, older)
+    sign(older.parent)
+    (done.run_dir / "result.json").unlink()
+    again = drivetrain.train([f"resume={done.run_dir}"])
+    assert (again.status, again.updates) == ("completed", 8), again.error
+    found, _ = checkpoint_io.load(done.run_dir / "checkpoints/8")
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+
 # --- between the two renames ---
 
 
@@ -426,20 +447,20 @@ def test_a_part_that_inflates_is_refused(saved):
 
 
 def test_a_state_taken_apart_and_put_together_is_itself():
-    group = {"lr": 0.1, "params": [0, 1], "param_names": ["a", "b"]}
+    group = {"lr": 0.1, "params": ["a", "b"], "param_names": ["a", "b"]}
     state = {
-        "optimizer": {"state": {0: {"step": torch.tensor(3.0), "m": torch.rand(2)}, 1: {}}, "param_groups": [group]},
+        "optimizer": {"state": {"a": {"step": torch.tensor(3.0), "m": torch.rand(2)}, "b": {}}, "param_groups": [group]},
         "ema": {"tensors": {"a": torch.rand(2)}, "updates": 4}, "progress": {"updates": 7},
         "precision": {"masters": {"b": torch.rand(1)}},
     }  # fmt: skip
     weights = {"a": torch.rand(2), "b": torch.rand(1)}
     of_all, rest = sharded_checkpoint.flatten_state(weights, state, PLAIN)
     assert set(of_all) == {"model/a", "model/b", "optimizer/a/m", "ema/a", "masters/b"}
-    assert rest["optimizer"]["state"] == {0: {"step": torch.tensor(3.0)}, 1: {}}
+    assert rest["optimizer"]["state"] == {"a": {"step": torch.tensor(3.0)}, "b": {}}
     assert rest["precision"] == {"masters": {}}
     again, merged = sharded_checkpoint.unflatten_state({key: divided.parts[0].tensor for key, divided in of_all.items()}, rest)
     assert again == weights
-    assert merged["optimizer"]["state"][0]["m"] is state["optimizer"]["state"][0]["m"]
+    assert merged["optimizer"]["state"]["a"]["m"] is state["optimizer"]["state"]["a"]["m"]
     assert merged["ema"]["tensors"]["a"] is state["ema"]["tensors"]["a"]
     assert merged["precision"]["masters"]["b"] is state["precision"]["masters"]["b"]
     assert merged["progress"] == {"updates": 7}
@@ -448,20 +469,19 @@ def test_a_state_taken_apart_and_put_together_is_itself():
 def test_states_of_parts_are_merged_by_names():
     def part(lr, names, held):
         group = {"lr": lr, "params": list(range(len(names))), "param_names": names}
-        return {"state": dict(enumerate(held)), "param_groups": [group]}
+        return sharded_checkpoint.by_name({"state": dict(enumerate(held)), "param_groups": [group]})
 
     one, two = part(0.1, ["a", "b"], [{"m": 1}, {"m": 2}]), part(0.1, ["b", "c"], [{"m": 2}, {"m": 3}])
     whole = sharded_checkpoint.merge_optimizer_states([one, two, part(0.2, ["d"], [{"m": 4}])])
-    names = sharded_checkpoint.parameter_names(whole)
-    assert {names[i]: s["m"] for i, s in whole["state"].items()} == {"a": 1, "b": 2, "c": 3, "d": 4}
-    assert [(g["lr"], g["param_names"]) for g in whole["param_groups"]] == [(0.1, ["a", "b", "c"]), (0.2, ["d"])]
+    assert {name: s["m"] for name, s in whole["state"].items()} == {"a": 1, "b": 2, "c": 3, "d": 4}
+    assert [(g["lr"], g["params"]) for g in whole["param_groups"]] == [(0.1, ["a", "b", "c"]), (0.2, ["d"])]
+    assert all(g["params"] == g["param_names"] for g in whole["param_groups"])
 
 
 def test_each_state_is_taken_apart_by_the_layout_of_its_own_weight():
     """`divided` gets the kind of a tensor and the name of the weight that it belongs to. What is on other ranks is left out."""
     tensors = [torch.ones(2), torch.zeros(2)]
-    optimizer = {"state": {n: {"m": t} for n, t in enumerate(tensors)},
-                 "param_groups": [{"params": [0, 1], "param_names": ["a", "b"]}]}  # fmt: skip
+    optimizer = {"state": {n: {"m": t} for n, t in zip("ab", tensors, strict=True)}, "param_groups": [{"params": ["a", "b"]}]}
     asked = []
 
     class Asked(Undivided):

@@ -77,7 +77,6 @@ CASES = {
     "a loop": Case(("model.kwargs.loop=true", "model.kwargs.width=128", "loader=resident"), "loop over elements", "element-loop"),
     "a tensor": Case(("loss=shuffled",), "tensors are made", "made-in-step"),
     "workers": Case(("loader=workers", "loader.num_workers=24"), "24 loader workers share", None, True),
-    "tiny batch": Case(("batch.global_batch=2",), "batch is too small", None, True),
     "saving": Case(("saving=last", "saving.every_updates=1", "model.kwargs.width=1024"), "saving takes", None, True),
     "nothing": Case(("model.kwargs.width=2048",), "no bottleneck"),
 }

@@ -101,7 +101,7 @@ def profile() -> Any:
     """The parts of an update's time: a fifth waits for data, and a line of the user's own takes half."""
     line = CodeLine("net.py:12 in forward", HOSTILE, share=0.5, layers=0.2, looks=(0.4, 0.6, 0.5, 0.5))
     return SimpleNamespace(
-        queued=0.4, start_s=2.0, threads=1, device="cpu", turns=[Turn(0.1, 0.1, flops, {}) for flops in (0.9e12, 1e12, 1.1e12)],
+        queued=0.4, start_s=2.0, threads=1, device="cpu", turns=[Turn(0.1, flops, {}) for flops in (0.9e12, 1e12, 1.1e12)],
         waits_for_data=Interval(0.2, 0.15, 0.25),
         step_ms=100.0, phases={"data wait": 20.0, "forward": 80.0}, utilization={"in operations": 0.9}, evaluation_s=1.0,
         saving_s=0.1, lines=[line], rest={"the update": 0.2}, bandwidth=1e10, step_flops=1e9,

@@ -15,7 +15,7 @@ from drivetrain.config.keys import as_setting
 from drivetrain.config.other_tools import NOT_HERE
 from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.machine.paths import add_import_paths
-from drivetrain.recipe import places
+from drivetrain.recipe import lookup
 from drivetrain.run import directory
 from drivetrain.ui.output import echo, fold
 
@@ -129,7 +129,7 @@ def overrides(words: Sequence[str], last: str) -> list[str]:
     groups = catalog.options(config_dirs)
     key, equals, value = last.partition("=")
     if equals:
-        names = groups.get(key, []) if key != "recipe" else places.names()
+        names = groups.get(key, []) if key != "recipe" else lookup.names()
         head = value[: value.rfind(",") + 1]  # of a sweep: precision=fp32,b…
         return [f"{key}={head}{name}" for name in names]
     group = key.split(".")[0]

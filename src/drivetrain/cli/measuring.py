@@ -35,11 +35,11 @@ def _certify_words(words: Sequence[str], last: str) -> list[str]:
 
 def _bisect_words(words: Sequence[str], last: str) -> Sequence[str]:
     """The words that TAB offers: recipes and runs for GOOD and BAD, then overrides."""
-    from drivetrain.recipe import places
+    from drivetrain.recipe import lookup
 
     if len([word for word in words if not word.startswith("-")]) >= 2 or "=" in last:
         return overrides(words, last)
-    return [*places.names(), *runs()]
+    return [*lookup.names(), *runs()]
 
 
 def _forecast_words(words: Sequence[str], last: str) -> list[str]:

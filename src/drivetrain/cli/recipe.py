@@ -15,7 +15,7 @@ from drivetrain.config.compose import compose
 from drivetrain.core.errors import DONE, OperatorGives, UserError, collecting, did_you_mean, refuse
 from drivetrain.core.options.overrides import key_of
 from drivetrain.launch.job import checked
-from drivetrain.recipe import fetch, places
+from drivetrain.recipe import fetch, lookup
 from drivetrain.recipe.reader import Recipe
 from drivetrain.run import recipe_file
 from drivetrain.ui import output, terminal
@@ -98,13 +98,13 @@ def complete(words: Sequence[str], last: str) -> Sequence[str]:
     if not words or words[0] == "schema":
         return [] if words else [*VERBS]
     names = {"verify": 1, "diff": 2}.get(words[0])
-    return places.names() if names is None or len(words) <= names else overrides(words, last)
+    return lookup.names() if names is None or len(words) <= names else overrides(words, last)
 
 
 def _list(argv: Sequence[str]) -> int:
     if argv:
         raise UserError(f"drivetrain recipe list shows them all: leave out {' '.join(argv)}, or give show {argv[0]}")
-    Table(("recipe", "what it is"), [(name, places.read(name).description) for name in places.names()]).show()
+    Table(("recipe", "what it is"), [(name, lookup.read(name).description) for name in lookup.names()]).show()
     return DONE
 
 
@@ -115,16 +115,16 @@ def _check(given: argparse.Namespace) -> int:
     problems: list[str] = []
     for name in (word for word in given.overrides if word not in trust):
         with collecting(problems):
-            echo("\n  ".join([f"{name}: valid", *check(places.read(name), given.config_dir, trust)]))
+            echo("\n  ".join([f"{name}: valid", *check(lookup.read(name), given.config_dir, trust)]))
     refuse(problems)
     return DONE
 
 
 def _show(argv: Sequence[str]) -> int:
     if len(argv) != 1:
-        raise UserError(f"drivetrain recipe show needs one name, path or address: {', '.join(places.names())}")
+        raise UserError(f"drivetrain recipe show needs one name, path or address: {', '.join(lookup.names())}")
     fetch.on_fetch.clear()  # it is printed here
-    content = places.load(argv[0])[1]
+    content = lookup.load(argv[0])[1]
     echo(output.text(content) if terminal.is_live() else content.decode(errors="replace").rstrip("\n"))
     return DONE
 

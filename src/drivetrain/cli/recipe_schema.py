@@ -20,7 +20,7 @@ from drivetrain.config.validate import VALUES
 from drivetrain.core.machine import process
 from drivetrain.core.machine.paths import conf_dir
 from drivetrain.core.user.code import import_name, trust_problems
-from drivetrain.recipe.claim import Claim
+from drivetrain.recipe.claims import Claim
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
 from drivetrain.recipe.write import FORMS, SCHEMA
 

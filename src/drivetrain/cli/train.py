@@ -16,7 +16,7 @@ from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.machine.paths import conf_dir, recipes_dir
 from drivetrain.core.machine.signals import StopFlag
 from drivetrain.launch.job import Job, prepare, prepare_run
-from drivetrain.recipe import places
+from drivetrain.recipe import lookup
 from drivetrain.run import environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.sheet import Table
@@ -91,7 +91,7 @@ def _refuse_flags_of_hydra(given: argparse.Namespace) -> None:
 
 def _train(given: argparse.Namespace) -> int:
     settings, overrides = hydra_words.split(given.overrides)
-    recipe = None if given.multirun else places.named(overrides)
+    recipe = None if given.multirun else lookup.named(overrides)
     if given.multirun or (recipe is not None and recipe.sweep):
         from drivetrain.measure.report import report
         from drivetrain.sweeps import driver

@@ -33,7 +33,7 @@ from drivetrain.core.errors import LOGIN, UserError, did_you_mean
 from drivetrain.core.machine.paths import conf_dir
 from drivetrain.core.options.overrides import format_value, parse_each
 from drivetrain.core.typed import JsonObject
-from drivetrain.recipe import places
+from drivetrain.recipe import lookup
 from drivetrain.recipe.reader import Recipe
 
 
@@ -62,7 +62,7 @@ def compose(
     choices = _Choices(known, problems)
     recipe, wrong = base, option_problems(config_dirs)
     try:
-        recipe = places.read(str(name)) if name is not None and base is None and not wrong else base
+        recipe = lookup.read(str(name)) if name is not None and base is None and not wrong else base
     except UserError as error:
         wrong = error.problems
     if wrong:  # then no values can be composed, but options are checked

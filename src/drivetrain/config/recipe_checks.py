@@ -8,12 +8,12 @@ from typing import Annotated, Any
 from drivetrain.config import schema
 from drivetrain.config.composed import Composed
 from drivetrain.config.recipe_values import followed
-from drivetrain.core.errors import OperatorGives
+from drivetrain.core.errors import OperatorGives, printable
 from drivetrain.core.options import allowed, selection
 from drivetrain.core.options.allowed import flatten
 from drivetrain.core.options.option import Option
 from drivetrain.core.options.phases import Phases
-from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, code_refusal, names_code, printable
+from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, code_refusal, names_code
 
 Classes = Mapping[str, type[Option]]  # the key of an option's settings → its class
 OF_OPERATOR = frozenset(OPERATOR_KEYS)

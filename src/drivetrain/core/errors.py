@@ -118,3 +118,8 @@ def is_peer_failure(error: str | None) -> bool:
         PEER_GONE,
     )
     return any(sign in str(error) for sign in signs)
+
+
+def printable(text: str) -> str:
+    """A text without line breaks and without control characters, which could steer a terminal."""
+    return "".join(c if c.isprintable() else " " for c in text)

@@ -29,6 +29,7 @@ from drivetrain.engine.trainer import Trainer
 from drivetrain.model import Model
 from drivetrain.optimizer import Optimizer
 from drivetrain.saving import checkpoint_io
+from drivetrain.saving.sharded_checkpoint import by_name
 from drivetrain.saving.writer import HostCopy, Writer
 
 DIFFERENT = 3  # parameters of another shape that a message names
@@ -84,6 +85,7 @@ class StagedRun:
         With `to_evaluate`, and where an evaluation is due still, it is the stage that made the checkpoint, also where the next
         update is one of the stage after it.
         """
+        state = {**state, "optimizer": by_name(state["optimizer"])}  # a checkpoint may have numbers
         if self.stages:
             progress = Progress()
             progress.load_state_dict(state["progress"])

@@ -34,6 +34,7 @@ from drivetrain.parallel.base import Parallel
 from drivetrain.precision.base import Precision
 from drivetrain.saving import checkpoint_io
 from drivetrain.saving.options import Saving
+from drivetrain.saving.sharded_checkpoint import by_name
 from drivetrain.saving.writer import Writer
 from drivetrain.scheduler.base import Scheduler
 from drivetrain.stop.base import Stop
@@ -338,7 +339,7 @@ class Trainer:
         """Return everything except the weights that a resumed run needs. Called on all ranks."""
         return {
             "progress": self.progress.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": by_name(self.optimizer.state_dict()),
             **{name: part.state_dict() for name, part in self._stateful().items()},
             "random": self.parallel.gather_object(streams.state()),
         }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeGuard
 
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, printable
 from drivetrain.core.lazy import torch
 from drivetrain.core.options import stages
 from drivetrain.core.options.option import CountOrZero
@@ -19,7 +19,6 @@ from drivetrain.ema.base import Width
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
 from drivetrain.model import Model
 from drivetrain.recipe import reader as recipes
-from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 

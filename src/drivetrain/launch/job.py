@@ -15,7 +15,7 @@ from drivetrain.config import validate as check
 from drivetrain.config.composed import Composed, flatten
 from drivetrain.config.hydra_words import HydraSettings
 from drivetrain.config.keys import replaced
-from drivetrain.core.errors import UserError, collecting, refuse
+from drivetrain.core.errors import UserError, collecting, printable, refuse
 from drivetrain.core.machine import files, home
 from drivetrain.core.machine.files import MB, read_json
 from drivetrain.core.machine.paths import add_import_paths
@@ -26,7 +26,6 @@ from drivetrain.core.typed import JsonObject, fits
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe import write
 from drivetrain.recipe.reader import Recipe
-from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import directory, environment, identity, recipe_file
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest

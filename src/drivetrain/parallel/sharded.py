@@ -27,7 +27,7 @@ from drivetrain.core.typed import StateDict
 from drivetrain.parallel.base import OwnGradients, is_sharded, shard_of
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 from drivetrain.saving.content import Divided, TensorPart, whole
-from drivetrain.saving.sharded_checkpoint import merge_optimizer_states, parameter_names
+from drivetrain.saving.sharded_checkpoint import merge_optimizer_states
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -443,17 +443,16 @@ class Sharded(ProcessGroupStrategy):
     def _map_state(self, state: StateDict, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> StateDict:
         """Return the state with each tensor that belongs to a weight replaced by `change(name of the weight, tensor)`."""
         optimizer, ema = state["optimizer"], state["ema"]
-        names = parameter_names(optimizer)
         owned = self._whole.owned if self._whole is not None else {}
-        # In the order of the weights, since all ranks gather together. The order of the state differs between ranks where one of
+        # In one order on all ranks, since all ranks gather together. The order of the state differs between ranks where one of
         # them has no element of a weight: ours give such weights a state before or after the others.
         changed = {
-            i: {
-                k: change(names[i], v) if names[i] not in owned and self._is_elementwise_state(names[i], v) else v
+            name: {
+                k: change(name, v) if name not in owned and self._is_elementwise_state(name, v) else v
                 for k, v in parameter_state.items()
             }
-            for i, parameter_state in sorted(optimizer["state"].items())
-            if owned.get(names[i], True)
+            for name, parameter_state in sorted(optimizer["state"].items())
+            if owned.get(name, True)
         }
         state = {**state, "optimizer": {**optimizer, "state": changed}}
         if ema:

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, printable
 from drivetrain.core.machine.process import __version__
-from drivetrain.recipe.safe_yaml import MAX_BYTES, printable
+from drivetrain.recipe.safe_yaml import MAX_BYTES
 
 MAX_S, MAX_REDIRECTS = 30.0, 5
 _URL = re.compile(r"https://[!-~]+")

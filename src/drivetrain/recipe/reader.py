@@ -15,8 +15,7 @@ from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.machine import files
 from drivetrain.core.options.overrides import redact
 from drivetrain.core.typed import JsonMapping, JsonObject
-from drivetrain.recipe import claim as claims
-from drivetrain.recipe import safe_yaml
+from drivetrain.recipe import claims, safe_yaml
 from drivetrain.recipe.safe_yaml import RecipeKey, code_refusal, names_code
 from drivetrain.recipe.write import FORMS, Header, read_header
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, printable
 from drivetrain.core.options.overrides import MAX_DEPTH
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML's C parser, where it was built with one
@@ -196,8 +196,3 @@ def scalar(node: yaml.ScalarNode, several_lines: bool = False) -> tuple[object, 
     ):
         problem = f"'{short}': a text has at most {MAX_TEXT} characters, all of them printable"
     return value, problem
-
-
-def printable(text: str) -> str:
-    """A text without line breaks and without control characters, which could steer a terminal."""
-    return "".join(c if c.isprintable() else " " for c in text)

@@ -8,8 +8,8 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any, Self, TypeGuard, get_args, get_type_hints
 
-from drivetrain.core.errors import did_you_mean
-from drivetrain.recipe.safe_yaml import RecipeKey, printable
+from drivetrain.core.errors import did_you_mean, printable
+from drivetrain.recipe.safe_yaml import RecipeKey
 from drivetrain.recipe.write import flow
 
 MAX_CHARACTERS = 200  # of a text

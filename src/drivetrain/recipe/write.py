@@ -11,10 +11,10 @@ from functools import lru_cache
 
 import yaml
 
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, printable
 from drivetrain.core.machine import process
 from drivetrain.core.typed import JsonMapping, JsonObject
-from drivetrain.recipe.safe_yaml import RecipeKey, printable, scalar
+from drivetrain.recipe.safe_yaml import RecipeKey, scalar
 
 SCHEMA = 1  # the form that is written and read here
 HASH_DIGITS = 16

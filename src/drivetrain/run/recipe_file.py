@@ -15,14 +15,14 @@ from drivetrain.config.catalog import shipped_targets
 from drivetrain.config.compose import compose
 from drivetrain.config.composed import Composed, flatten
 from drivetrain.config.plugins import trusted_packages
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, printable
 from drivetrain.core.machine import process
 from drivetrain.core.options.overrides import format_value
 from drivetrain.core.typed import JsonObject
 from drivetrain.core.user import code as user_code
 from drivetrain.recipe import write
 from drivetrain.recipe.reader import Recipe
-from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, names_code, printable
+from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, names_code
 from drivetrain.recipe.write import HASH_DIGITS, SCHEMA, Header
 from drivetrain.run import reader
 from drivetrain.run.identity import is_machine_local, reads_environment

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import safetensors.torch
 import torch
@@ -223,34 +222,28 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: StateDict) -> None:
 
 def with_new_parameters(optimizer: torch.optim.Optimizer, state: StateDict) -> JsonObject:
     """Return a saved state that also names those of this optimizer's parameters which did not train: they have no state yet."""
-    known = {name: group for group in state["param_groups"] for name in group["param_names"]}
+    known = {name: group for group in state["param_groups"] for name in group["params"]}
     groups = list(state["param_groups"])
-    unused = itertools.count(1 + max((index for group in groups for index in group["params"]), default=-1))
     for group in optimizer.param_groups:
         if new := [name for name in group["param_names"] if name not in known]:
             beside = next((known[name] for name in group["param_names"] if name in known), group)  # it may count the updates
-            groups.append({**beside, "param_names": new, "params": list(itertools.islice(unused, len(new)))})
+            groups.append({**beside, "param_names": new, "params": new})
     return {**state, "param_groups": groups}
 
 
 def _state_for(optimizer: torch.optim.Optimizer, state: StateDict) -> StateDict:
     """Return the saved state rearranged into this optimizer's groups: it may hold other parameters, in another order."""
-    saved_index = {name: i for i, name in sharded_checkpoint.parameter_names(state).items()}
-    settings = {name: group for group in state["param_groups"] for name in group["param_names"]}
+    settings = {name: group for group in state["param_groups"] for name in group["params"]}
     if new := [name for group in optimizer.param_groups for name in group["param_names"] if name not in settings]:
         raise UserError(
             f"the checkpoint has no optimizer state of {', '.join(new[:10])}: the run did not train these parameters "
             "(model.freeze). To train them from its weights, start a new run by model.weights=<run's directory>"
         )
     groups: list[StateDict] = []
-    states: dict[int, Any] = {}  # by the parameters' indices, as in a state_dict
-    following = itertools.count()
     for group in optimizer.param_groups:
-        names = group["param_names"]
-        own = {k: v for k, v in group.items() if k in optimizer.defaults}
-        saved = {next(following): saved_index[name] for name in names}
-        groups.append({**settings[names[0]], **own, "params": [*saved], "param_names": names})
-        states |= {i: state["state"][old] for i, old in saved.items() if old in state["state"]}
+        names, own = group["param_names"], {k: v for k, v in group.items() if k in optimizer.defaults}
+        groups.append({**settings[names[0]], **own, "params": names, "param_names": names})
+    states = {name: state["state"][name] for group in groups for name in group["params"] if name in state["state"]}
     return {**state, "state": states, "param_groups": groups}
 
 

@@ -27,9 +27,12 @@ Shapes: TypeAlias = "dict[str, tuple[tuple[int, ...], torch.dtype]]"  # shape an
 MOST_PIECES = 2**30  # bytes of pieces.json
 
 
-def parameter_names(optimizer: State) -> dict[int, str]:
-    """Return an optimizer state's parameter names by parameter index."""
-    return {i: n for g in optimizer["param_groups"] for i, n in zip(g["params"], g["param_names"], strict=True)}
+def by_name(optimizer: State) -> State:
+    """Return an optimizer's state_dict with its parameters' names in place of their numbers, which torch loads as well."""
+    groups = optimizer["param_groups"]
+    names = {i: name for group in groups for i, name in zip(group["params"], group["param_names"], strict=True)}
+    states = {names[i]: state for i, state in optimizer["state"].items()}
+    return {**optimizer, "state": states, "param_groups": [{**group, "params": group["param_names"]} for group in groups]}
 
 
 def flatten_state(weights: State, state: State, shards: Shards) -> tuple[dict[str, Divided], State]:
@@ -40,12 +43,11 @@ def flatten_state(weights: State, state: State, shards: Shards) -> tuple[dict[st
     optimizer, ema, precision = state["optimizer"], state["ema"], state.get("precision", {})
     kinds = {"model": weights, "ema": ema.get("tensors", {}), "masters": precision.get("masters", {})}
     tensors = {f"{kind}/{name}": shards.divided(kind, name, t) for kind, of_kind in kinds.items() for name, t in of_kind.items()}
-    names = parameter_names(optimizer)
-    small: dict[int, State] = {}
-    for i, parameter_state in optimizer["state"].items():
+    small: dict[str, State] = {}
+    for name, parameter_state in optimizer["state"].items():
         large = {k for k, v in parameter_state.items() if isinstance(v, torch.Tensor) and v.ndim}
-        tensors |= {f"optimizer/{names[i]}/{k}": shards.divided("optimizer", names[i], parameter_state[k]) for k in large}
-        small[i] = {k: v for k, v in parameter_state.items() if k not in large}
+        tensors |= {f"optimizer/{name}/{k}": shards.divided("optimizer", name, parameter_state[k]) for k in large}
+        small[name] = {k: v for k, v in parameter_state.items() if k not in large}
     rest = {**state, "optimizer": {**optimizer, "state": small}}
     if kinds["ema"]:
         rest["ema"] = {**ema, "tensors": {}}
@@ -56,7 +58,8 @@ def flatten_state(weights: State, state: State, shards: Shards) -> tuple[dict[st
 
 def unflatten_state(tensors: State, state: State) -> tuple[State, State]:
     """Undo `flatten_state`: return weights and state."""
-    indices = {name: i for i, name in parameter_names(state["optimizer"]).items()} if "state" in state["optimizer"] else {}
+    if "state" in state["optimizer"]:
+        state["optimizer"] = by_name(state["optimizer"])
     weights: State = {}
     for key, tensor in tensors.items():
         kind, name, *state_key = key.split("/")
@@ -67,46 +70,27 @@ def unflatten_state(tensors: State, state: State) -> tuple[State, State]:
         elif kind == "masters":
             state["precision"]["masters"][name] = tensor
         else:
-            state["optimizer"]["state"].setdefault(indices[name], {})[state_key[0]] = tensor
+            state["optimizer"]["state"].setdefault(name, {})[state_key[0]] = tensor
     return weights, state
 
 
 def merge_optimizer_states(states: Sequence[State]) -> State:
     """Merge the optimizer states of ranks, which have a state of some parameters, into that of one optimizer over all of them."""
     groups: list[State] = []
-    state: dict[int, State] = {}
-    indices: dict[str, int] = {}
-    for part in states:
-        for group in part["param_groups"]:
-            settings = _settings(group)
-            merged = next((g for g in groups if _settings(g) == settings), None)
-            if merged is None:
-                merged = {**settings, "params": [], "param_names": []}
-                groups.append(merged)
-            for i, name in zip(group["params"], group["param_names"], strict=True):
-                if name not in indices:
-                    indices[name] = len(indices)
-                    merged["params"].append(indices[name])
-                    merged["param_names"].append(name)
-                if i in part["state"]:
-                    state.setdefault(indices[name], part["state"][i])
-    return {**states[0], "param_groups": groups, "state": state}
+    known: set[str] = set()
+    for group in (group for part in states for group in part["param_groups"]):
+        names = [name for name in group["params"] if name not in known]
+        known.update(names)
+        merged = next((g for g in groups if _settings(g) == _settings(group)), None)
+        if merged is None:
+            groups.append({**group, "params": names, "param_names": names})
+        else:
+            merged["params"] += names  # its "param_names" too: they are one list
+    return {**states[0], "param_groups": groups, "state": {k: v for part in reversed(states) for k, v in part["state"].items()}}
 
 
 def _settings(group: State) -> State:
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
-
-
-def join_optimizer_states(members: Sequence[State]) -> State:
-    """Return the state dicts of several optimizers as that of one, whose parameters are numbered on."""
-    state: dict[int, State] = {}
-    groups: list[State] = []
-    first = 0
-    for member in members:
-        state |= {first + i: of_parameter for i, of_parameter in member["state"].items()}
-        groups += [{**group, "params": [first + i for i in group["params"]]} for group in member["param_groups"]]
-        first += sum(len(group["params"]) for group in member["param_groups"])
-    return {"state": state, "param_groups": groups}
 
 
 def write(folder: Path, tensors: dict[str, Divided], group: ProcessGroup | None) -> Shapes:

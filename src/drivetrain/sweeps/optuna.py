@@ -19,7 +19,7 @@ from drivetrain.core.options.overrides import key_of, parse_each
 from drivetrain.core.options.selection import selected
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
-from drivetrain.recipe import places
+from drivetrain.recipe import lookup
 from drivetrain.sweeps.options import Optuna
 from drivetrain.sweeps.store import FINAL, StoredJob, Sweep, SweepJob, direction, listed, prepare_one, value_of
 
@@ -104,7 +104,7 @@ class Search:
 
     def __init__(self, option: Optuna, overrides: Sequence[str], config_dirs: Sequence[str]) -> None:
         """Validate the overrides, before anything is written. Raises UserError."""
-        recipe = places.named(overrides)
+        recipe = lookup.named(overrides)
         if recipe is not None and recipe.sweep:
             raise UserError("hydra/sweeper=optuna: the recipe has a grid of its own: leave out one of the two")
         self.option, self.config_dirs = option, config_dirs

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from drivetrain.config.catalog import options
 from drivetrain.config.hydra_words import HydraSettings
-from drivetrain.core.errors import BAD_CONFIG, FAILED, UserError, collecting, refuse
+from drivetrain.core.errors import BAD_CONFIG, FAILED, UserError, collecting, printable, refuse
 from drivetrain.core.machine import home
 from drivetrain.core.machine.files import read_json, write_json
 from drivetrain.core.machine.paths import add_import_paths
@@ -25,9 +25,8 @@ from drivetrain.core.options.selection import Selection, selected
 from drivetrain.core.typed import JsonObject, fits
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.recipe import places
+from drivetrain.recipe import lookup
 from drivetrain.recipe.reader import Recipe
-from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import directory, environment
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
@@ -56,7 +55,7 @@ def prepare(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[S
     axes = _axes(overrides)
     if (count := math.prod(map(len, axes))) > MAX_JOBS:
         raise UserError(f"the sweep has {count:,} combinations, and at most {MAX_JOBS:,} are possible: sweep over fewer values")
-    named = cache(places.named)  # each recipe is read once
+    named = cache(lookup.named)  # each recipe is read once
     jobs: list[SweepJob] = []
     for combination in itertools.product(*axes):
         label = [override for override, axis in zip(combination, axes, strict=True) if len(axis) > 1]
@@ -88,7 +87,7 @@ def prepare_one(
     `of_cell` is the recipe with the cell's values, where it was read before.
     """
     cell = cell or {}
-    if of_cell is None and (recipe := places.named(overrides)) is not None:
+    if of_cell is None and (recipe := lookup.named(overrides)) is not None:
         of_cell = recipe.cell(cell, options(config_dirs)) if recipe.sweep else recipe
     extra = [f"{k}={format_value(v)}" for k, v in cell.items()]
     made = SweepJob(" ".join([*label, *extra]), [*overrides, *extra], None, cell=cell)

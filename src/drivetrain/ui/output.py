@@ -18,8 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from drivetrain.core.errors import UserError, without_logins
-from drivetrain.recipe.safe_yaml import printable
+from drivetrain.core.errors import UserError, printable, without_logins
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -16,7 +16,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
 from drivetrain.measure.claims.export import ExportSettings, export
 from drivetrain.recipe import reader as recipe
-from drivetrain.recipe.claim import Claim
+from drivetrain.recipe.claims import Claim
 from drivetrain.run import recipe_file
 
 DATA = {"hash": "deadbeef0123", "of": "content", "samples": 1150}

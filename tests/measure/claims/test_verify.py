@@ -39,7 +39,7 @@ from drivetrain.measure.claims.verify import (
 )
 from drivetrain.measure.intervals import Interval
 from drivetrain.recipe import reader as recipe
-from drivetrain.recipe.claim import Against, Claim, DataSection, DeviceSection, Energy, Memory, Quality, Speed, Target
+from drivetrain.recipe.claims import Against, Claim, DataSection, DeviceSection, Energy, Memory, Quality, Speed, Target
 from drivetrain.run import environment
 from tests.support import json_keys
 

@@ -136,18 +136,18 @@ def test_what_nobody_told_it_of_is_named_too():
 
 
 @pytest.mark.slow
-def test_seven_costs_of_a_tenth_are_named(monkeypatch):
+def test_costs_of_a_tenth_are_named(monkeypatch):
     """The short form, from shares that scatter, is below."""
     monkeypatch.setattr(fork_server.Popen, "forking", False)
-    program = "import json; from bench import attribution; print(json.dumps(attribution.sevenths(2.0)))"
+    program = "import json; from bench import attribution; print(json.dumps(attribution.tenths(2.0)))"
     done = subprocess.run([sys.executable, "-c", program], env=as_a_user(), stdout=subprocess.PIPE, text=True, check=True)
     said = json.loads(done.stdout.splitlines()[-1])
-    assert len(said) == 7
+    assert len(said) == 6
     assert all(said.values()), said
 
 
 def test_drawn_programs_are_sound():
-    for kind in (*attribution.TENTHS, attribution.THREADS):
+    for kind in attribution.TENTHS:
         compile(attribution.tenth(kind).text, kind, "exec")
         assert len(attribution.tenth(kind).planted) == 1
     drawn = [draw(seed) for seed in range(60)]
@@ -367,29 +367,6 @@ def test_frames_of_the_harness_are_not_the_users():
     assert root() == Found()
 
 
-@pytest.mark.parametrize(("sets", "began"), [(None, 1), (1, 1), (None, 4)])
-def test_cores_that_a_step_leaves_unused_are_measured(sets, began):
-    """Whatever number of threads the step itself sets."""
-    computed = []
-
-    def update():
-        if sets is not None:
-            torch.set_num_threads(sets)
-        computed.append(torch.get_num_threads())
-
-    before, setter = torch.get_num_threads(), torch.set_num_threads
-    try:
-        torch.set_num_threads(began)
-        number, place = step.threads_of(update)
-        with step.computing_with(4):
-            update()
-        assert (number, torch.get_num_threads(), computed[-1]) == (began, began, 4)
-        assert (place == "") == (sets is None)
-    finally:
-        torch.set_num_threads(before)
-    assert torch.set_num_threads is setter
-
-
 def problems(*lines: CodeLine) -> list[doctor.Problem]:
     profile = SimpleNamespace(lines=list(lines), device="cpu", step_ms=10.0, queued=0.0)
     return list(doctor._own_lines(profile))
@@ -466,14 +443,21 @@ def test_on_a_device_our_own_waiting_is_not_the_hosts(device):
     assert device_time._device_shares(events[5:], 100.0) == {}, "a profiler that sees nothing of the device"
 
 
-def looked(waits: Sequence[float], **given: Any) -> Looked:
+def looked(waits: Sequence[float]) -> Looked:
     """Looks at updates of 100 ms each, in which the step waits for data for these shares of the time."""
-    turns = [Turn(0.1, given.get("all_cores_s", 0.1), 1e12, {DATA: share, "forward": 1 - share}) for share in waits]
+    turns = [Turn(0.1, 1e12, {DATA: share, "forward": 1 - share}) for share in waits]
     phases = {DATA: 100 * sum(waits) / len(waits), "forward": 100 - 100 * sum(waits) / len(waits)}
     return Looked(
-        [], {}, turns=turns, step_ms=100.0, phases=phases, utilization={}, read_ms=None, queued=0.0, threads=1,
-        threads_set_at="", cores=2,
-    )  # fmt: skip
+        [],
+        {},
+        turns=turns,
+        step_ms=100.0,
+        phases=phases,
+        utilization={},
+        read_ms=None,
+        queued=0.0,
+        threads=1,
+    )
 
 
 def test_the_wait_for_data_has_the_interval_of_its_looks():
@@ -481,10 +465,6 @@ def test_the_wait_for_data_has_the_interval_of_its_looks():
     assert found.middle == pytest.approx(0.25)
     assert found.high - 0.25 == pytest.approx(0.25 - found.low) == pytest.approx(0.0447, abs=1e-3)
     assert looked([0.3] * 8).waits_for_data == pytest.approx((0.3, 0.3, 0.3))
-
-
-def test_the_gain_of_more_threads_is_that_of_the_turns():
-    assert looked([0.0] * 8, all_cores_s=0.05).all_cores == pytest.approx((0.5, 0.5, 0.5))
 
 
 def wait(*looks: float) -> SimpleNamespace:
@@ -518,9 +498,9 @@ def profile(**given: Any) -> Any:
     usual: dict[str, Any] = {
         "step_ms": 100.0, "phases": {"data wait": 0.0, "forward": 100.0}, "lines": [], "evaluation_s": 0.0, "saving_s": None,
         "updates": 100, "run_updates": 10_000, "queued": 0.0, "rest": {}, "start_s": 1.0, "utilization": {},
-        "micro_batch": 8, "read_ms": None, "device": "cpu", "threads": 2, "cores": 2, "threads_set_at": "",
-        "turns": [Turn(0.1, 0.1, 1e12, {})] * 2, "bandwidth": 1e10, "step_flops": 0.0,
-        "waits_for_data": NONE, "all_cores": Interval(1, 1, 1),
+        "micro_batch": 8, "read_ms": None, "device": "cpu", "threads": 2,
+        "turns": [Turn(0.1, 1e12, {})] * 2, "bandwidth": 1e10, "step_flops": 0.0,
+        "waits_for_data": NONE,
     }  # fmt: skip
     return SimpleNamespace(**{**usual, **given})
 
@@ -555,9 +535,6 @@ NOW_AND_THEN = doctor._now_and_then  # (profile, updates between two checkpoints
         (lambda: NOW_AND_THEN(profile(saving_s=2.0, run_updates=600), None, 1), [0.167]),
         (lambda: NOW_AND_THEN(profile(evaluation_s=4.0, run_updates=200), None, 1), []),
         (lambda: NOW_AND_THEN(profile(evaluation_s=4.0, run_updates=300), None, 1), [0.286]),
-        (lambda: doctor._threads(profile()), []),
-        (lambda: doctor._threads(profile(threads=1, all_cores=Interval(0.89, 0.8, 0.96))), []),
-        (lambda: doctor._threads(profile(threads=1, all_cores=Interval(0.89, 0.8, 0.94))), [0.11]),
     ],
 )
 def test_what_is_told_begins_at_its_threshold(problems, told):
@@ -601,8 +578,8 @@ def seen(shares: Sequence[float], **more: Any) -> CodeLine:
     return CodeLine("net.py:12 in forward", "odd(x)", share=sum(shares) / len(shares), looks=tuple(shares), **more)
 
 
-# Seven costs of a tenth of the step, as the live form plants them, by what is seen of their lines.
-SEVEN = {
+# Costs of a tenth of the step, as the live form plants them, by what is seen of their lines.
+TENTHS = {
     "a tensor built anew": ({"operations": 2, "created": 1.0, "created_ms": {"linspace": 1.0}}, "tensors are made"),
     "a collection of garbage": ({}, "computes there, outside of torch"),
     "a sleep": ({"waits": 0.95}, "sleeps, or waits"),
@@ -612,29 +589,21 @@ SEVEN = {
 
 
 @pytest.mark.parametrize("looks", [STEADY, UNSTEADY])
-@pytest.mark.parametrize("kind", SEVEN)
+@pytest.mark.parametrize("kind", TENTHS)
 def test_a_cost_of_a_tenth_is_named_each_time_by_lines_that_scatter(kind, looks):
-    what, words = SEVEN[kind]
+    what, words = TENTHS[kind]
     (named,) = problems(seen(looks, **what), CodeLine("net.py:13 in forward", share=0.01, layers=0.7))
     assert words in named.verdict + named.evidence
     assert named.evidence.startswith("net.py:12 in forward")
-
-
-def test_threads_that_a_line_sets_are_named_also_where_the_machine_is_too_busy_to_tell():
-    used = {"threads": 1, "threads_set_at": "net.py:9 in forward"}
-    assert list(doctor._threads(profile(**used))) == []
-    (named,) = doctor._threads(profile(**used, queued=0.5))
-    assert (named.verdict, named.share) == ("torch computes with 1 of 2 cores", doctor.HOST_READ_SHARE)
-    assert named.evidence.startswith("net.py:9 in forward sets their number; whether more of them would help cannot be told")
 
 
 def bottom(**given: Any) -> str:
     """The verdict where no problem is certain."""
     values = SimpleNamespace(precision=SimpleNamespace(full_float32=False), compile=SimpleNamespace(active=True),
                              checkpointing=SimpleNamespace(active=False))  # fmt: skip
-    with mock.patch.object(doctor, "with_channels_last", return_value=[]):
+    with mock.patch.multiple(doctor, with_channels_last=lambda _: [], usable_cores=lambda: 2):
         (problem,) = doctor._compute(profile(**given), SimpleNamespace(run=values))
-    return f"{problem.verdict}\n{problem.evidence}"
+    return "\n".join([problem.verdict, problem.evidence, *problem.overrides])
 
 
 def test_where_nothing_is_certain_the_verdict_says_so_and_names_the_largest_line_all_the_same():
@@ -645,6 +614,10 @@ def test_where_nothing_is_certain_the_verdict_says_so_and_names_the_largest_line
     assert problems(seen(HOPELESS)) == []
     assert bottom(lines=[seen(HOPELESS)]).startswith("no bottleneck is certain: a line of your own may take 22% of the step")
     assert "certain, as this machine is too busy to tell: a line" in bottom(lines=[seen(HOPELESS)], queued=0.6)
+
+
+def test_a_trial_of_the_threads_is_proposed_where_cores_are_left():
+    assert [bottom(threads=n).splitlines()[2:] for n in (1, 2)] == [["runtime.threads=auto"], []]
 
 
 def test_the_interval_is_that_of_the_looks_and_several_lines_have_one_together():

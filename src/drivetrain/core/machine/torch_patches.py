@@ -142,22 +142,6 @@ def compiling() -> Iterator[None]:
         vars(torch.compiler).update(zip(flags, saved, strict=True))
 
 
-@contextmanager
-def threads_set_by(function: Callable[[int], None]) -> Iterator[None]:
-    """Have code that sets the number of threads call `function` instead, so that what it costs can be measured.
-
-    An event of torch's for it would end this.
-    """
-    import torch  # itself, where others look the function up
-
-    before = torch.set_num_threads
-    vars(torch)["set_num_threads"] = function
-    try:
-        yield
-    finally:
-        vars(torch)["set_num_threads"] = before
-
-
 CONVOLUTIONS = (*(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)), "conv_tbc", "convolution")
 _users = 0  # open contexts of `wide_convolutions` on a CPU: several runs of a process end in any order
 

@@ -12,6 +12,7 @@ from drivetrain.core.options.groups import Better
 from drivetrain.core.options.run_spec import RunSpec
 
 AVERAGED = "ema_"
+SETS = ("validation", "test")
 
 
 class Figure(NamedTuple):

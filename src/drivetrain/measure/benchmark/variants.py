@@ -16,20 +16,18 @@ from typing import Any, Protocol
 
 from drivetrain.config.catalog import still_applies
 from drivetrain.config.compose import compose as compose_config
-from drivetrain.core.errors import Interrupted, UserError, refuse
+from drivetrain.core.errors import Interrupted, UserError, printable, refuse
 from drivetrain.core.machine import accelerators
 from drivetrain.core.machine.signals import SignalForwarder
 from drivetrain.core.options.overrides import format_value, key_of
-from drivetrain.core.options.selection import Figure, Reach
+from drivetrain.core.options.selection import SETS, Figure, Reach
 from drivetrain.core.typed import JsonObject, is_number
 from drivetrain.launch.job import Job, device_problems
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.launch.launcher import in_new_interpreter
 from drivetrain.measure.changes import groups_of
 from drivetrain.measure.intervals import Interval, ratio
-from drivetrain.recipe.claim import SETS
 from drivetrain.recipe.reader import Recipe
-from drivetrain.recipe.safe_yaml import printable
 from drivetrain.recipe.sections import MAX_CHARACTERS
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, read

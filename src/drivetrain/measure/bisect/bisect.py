@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import partial
 
 from drivetrain.config.hydra_words import recipe_word, translated
-from drivetrain.core.errors import DONE, FAILED, UserError, refuse
+from drivetrain.core.errors import DONE, FAILED, UserError, printable, refuse
 from drivetrain.core.machine.paths import expanded
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
@@ -35,8 +35,7 @@ from drivetrain.measure.bisect.search import (
     tried,
 )
 from drivetrain.measure.changes import Change, Changes, in_order
-from drivetrain.recipe import places
-from drivetrain.recipe.safe_yaml import printable
+from drivetrain.recipe import lookup
 from drivetrain.run import environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.sheet import Section, Sheet, Table, folded, words
@@ -56,7 +55,7 @@ def read_side(word: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
     """
     path, own = expanded(word), []
     composes: Callable[[Sequence[str]], Job] = partial(prepare_job, config_dirs=config_dirs)
-    if "=" in word and not os.path.exists(path) and not places.is_address(word):
+    if "=" in word and not os.path.exists(path) and not lookup.is_address(word):
         try:
             own = translated(shlex.split(word), config_dirs)  # quotes within the word are the shell's
         except ValueError as error:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from drivetrain.config.catalog import LISTS
-from drivetrain.core.errors import collecting
+from drivetrain.core.errors import collecting, printable
 from drivetrain.core.options.option import Count, Positive
 from drivetrain.core.options.overrides import key_of
 from drivetrain.core.options.selection import selected
@@ -28,7 +28,6 @@ from drivetrain.measure.benchmark import compare
 from drivetrain.measure.benchmark.variants import Trained, VariantSpec, baseline_job, trainings
 from drivetrain.measure.changes import Change, Changes, apply
 from drivetrain.measure.intervals import EQUIVALENCE, Interval, deviation, mean, ratio
-from drivetrain.recipe.safe_yaml import printable
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Table

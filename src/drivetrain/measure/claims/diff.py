@@ -6,15 +6,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from drivetrain.core.errors import DONE, UserError, collecting, refuse
+from drivetrain.core.errors import DONE, UserError, collecting, printable, refuse
 from drivetrain.core.options.overrides import key_of
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import verbs
 from drivetrain.measure.report import report
-from drivetrain.recipe import places
+from drivetrain.recipe import claims, lookup
 from drivetrain.recipe import reader as recipes
-from drivetrain.recipe.claim import Claim
-from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import reader
 from drivetrain.run.reader import Points, RunFiles, compared, differing
 from drivetrain.ui.output import echo
@@ -26,7 +24,7 @@ NOT_SHOWN = ("run", "folder", "updates made", "error")  # of the report's table
 def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain recipe diff`; return its exit code."""
     verbs.refuse_resume("recipe diff", argv)
-    names = [argument for argument in argv if "=" not in argument or places.is_address(argument) or Path(argument).exists()]
+    names = [argument for argument in argv if "=" not in argument or lookup.is_address(argument) or Path(argument).exists()]
     overrides = [argument for argument in argv if argument not in names]
     if len(names) != 2:
         raise UserError(
@@ -53,13 +51,13 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     return DONE
 
 
-def _read(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> tuple[RunFiles, Claim | None]:
+def _read(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> tuple[RunFiles, claims.Claim | None]:
     """The files of a run, or a recipe's config with these overrides as those of one, and what the recipe claims."""
     if (path := Path(name)).is_dir():
         if not (path / "config.yaml").is_file():
             raise UserError(f"{name} is no run's directory (no config.yaml in it): name one such as outputs/<date>/<time>-<id>")
         return reader.read(path), recipes.read_of_run(path).claim if (path / "recipe.yaml").is_file() else None
-    recipe = places.read(name)
+    recipe = lookup.read(name)
     composed = prepare_job(overrides, config_dirs, recipe).composed
     chosen = {group: option for group, option in composed.choices.items() if group != "logger"}  # as in a run's recipe.yaml
     return RunFiles(recipe.path, name, None, "", compared(composed.unresolved, chosen), {}, Points(), Points()), recipe.claim

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from drivetrain.config.composed import flatten
-from drivetrain.core.errors import DONE, FAILED, UserError, did_you_mean, refuse
+from drivetrain.core.errors import DONE, FAILED, UserError, did_you_mean, printable, refuse
 from drivetrain.core.options.overrides import key_of
 from drivetrain.core.options.selection import Reach
 from drivetrain.core.typed import JsonObject
@@ -27,10 +27,9 @@ from drivetrain.measure.benchmark.compare import Comparison, Row
 from drivetrain.measure.benchmark.variants import Facts, VariantSpec, baseline_job
 from drivetrain.measure.changes import apply
 from drivetrain.measure.claims import verify
+from drivetrain.recipe import claims, sections
 from drivetrain.recipe import reader as recipes
-from drivetrain.recipe import sections
-from drivetrain.recipe.claim import Against, Claim, DataSection, DeviceSection, Speed
-from drivetrain.recipe.safe_yaml import names_code, printable
+from drivetrain.recipe.safe_yaml import names_code
 from drivetrain.recipe.write import with_section
 from drivetrain.run import environment, reader, recipe_file
 from drivetrain.run.reader import RunFiles, differing
@@ -56,7 +55,7 @@ def against(job: Job, base: Job) -> JsonObject:
     return found
 
 
-def claim_of(row: Row, against: dict[str, object]) -> Claim | None:
+def claim_of(row: Row, against: dict[str, object]) -> claims.Claim | None:
     """The claim of a variant that was compared to its baseline, and of the runs that were trained for its verdict.
 
     None where the ratio has no interval.
@@ -64,11 +63,11 @@ def claim_of(row: Row, against: dict[str, object]) -> Claim | None:
     if row.ratio is None or not row.ratio.low or not against or row.device_type is None:
         return None
     (middle, low, high), verdict = (round(value, 3) for value in row.ratio), row.verdict
-    speed = Speed(middle, (low, high), Against(against), verdict.outcome if verdict else None)
+    speed = claims.Speed(middle, (low, high), claims.Against(against), verdict.outcome if verdict else None)
     runs = [run.facts for run in verdict.runs if run.facts is not None] if verdict else []
-    return Claim(
+    return claims.Claim(
         speed=speed,
-        device=DeviceSection(row.device_type, str(row.device)),
+        device=claims.DeviceSection(row.device_type, str(row.device)),
         versions={name: str(environment.version(name)) for name in SOFTWARE},
         measured=time.strftime("%Y-%m-%d"),
         **measured_by(runs, verdict.metric if verdict else None),
@@ -81,7 +80,7 @@ def measured_by(runs: Sequence[Facts], metric: str | None, of_set: str | None = 
         return {}
     found: JsonObject = {kind.key: kind.made(runs, metric, of_set) for kind in verify.ALL}
     read = runs[0].data or {}
-    data = DataSection(read.get("hash", ""), read.get("of", ""), read.get("samples", 0))
+    data = claims.DataSection(read.get("hash", ""), read.get("of", ""), read.get("samples", 0))
     if all(run.data == runs[0].data for run in runs) and not any(data.problems("data")):
         found["data"] = data
     return {**found, "seeds": tuple(run.seed for run in runs)}
@@ -284,7 +283,7 @@ def _origin(runs: Sequence[RunFiles]) -> str:
     return as_comments([line for line in lines if line])
 
 
-def claim_of_runs(runs: Sequence[RunFiles], settings: ExportSettings) -> Claim | None:
+def claim_of_runs(runs: Sequence[RunFiles], settings: ExportSettings) -> claims.Claim | None:
     """The claim of runs of one config with different seeds; None where they measured nothing. Raises UserError."""
     (name, more), target = runs[0].metric or (None, True), settings.target
     by_number = f"{name or ''}{'>=' if more else '<='}{target}"  # of the metric that ranks the runs' models
@@ -293,13 +292,13 @@ def claim_of_runs(runs: Sequence[RunFiles], settings: ExportSettings) -> Claim |
         raise UserError(f"target={sections.shown(target)}: give a metric and a value, as 'target=accuracy>=0.98'")
     found = [Facts.of(run, _seed(run), reach) for run in runs]
     refuse([*_refusals(runs, found)] or [*_without_figures(found, settings, reach)])
-    device, date = DeviceSection(found[0].kind or "", found[0].device or ""), None
+    device, date = claims.DeviceSection(found[0].kind or "", found[0].device or ""), None
     if any(device.problems("device")):
         return None
     with suppress(KeyError, ValueError, OverflowError, OSError):  # not recorded, or no time
         date = time.strftime("%Y-%m-%d", time.localtime(max(run.environment["time"] for run in runs)))
     measured = measured_by(found, settings.metric or name, settings.set)
-    claim = Claim(device=device, versions=_versions(runs[0]), measured=date, **measured)
+    claim = claims.Claim(device=device, versions=_versions(runs[0]), measured=date, **measured)
     refuse(f"{runs[0].path}: {problem}" for problem in claim.problems("claim") if claim.kinds())
     return claim if claim.kinds() else None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drivetrain.config.catalog import options
-from drivetrain.core.errors import DONE, FAILED, UserError, refuse
+from drivetrain.core.errors import DONE, FAILED, UserError, printable, refuse
 from drivetrain.core.options.groups import Better
 from drivetrain.core.options.overrides import format_value, key_of
 from drivetrain.core.options.selection import Reach, evaluated
@@ -24,10 +24,8 @@ from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare, quality, variants
 from drivetrain.measure.benchmark.variants import Facts, VariantSpec, trainings
 from drivetrain.measure.intervals import MIN_PAIRS, deviation, mean
-from drivetrain.recipe import places
-from drivetrain.recipe.claim import Claim, DataSection, Energy, Kind, Memory, Quality, Speed, Target, as_overrides, times
+from drivetrain.recipe import claims, lookup
 from drivetrain.recipe.reader import Recipe
-from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
@@ -63,7 +61,7 @@ class Differences:
     data: str = ""
 
     @classmethod
-    def of(cls, claim: Claim, kind: str | None, device: str | None, data: object = None) -> Differences:
+    def of(cls, claim: claims.Claim, kind: str | None, device: str | None, data: object = None) -> Differences:
         """The differences of what ran here, on this device; `data` is the fingerprint of what it read, where that is known."""
         versions = [(name, claimed, environment.version(name)) for name, claimed in claim.versions.items()]
         other = [
@@ -84,7 +82,7 @@ class Differences:
         return "; ".join(filter(None, (self.device or self.kind, self.versions)))
 
 
-def _other_data(claimed: DataSection, here: object) -> str:
+def _other_data(claimed: claims.DataSection, here: object) -> str:
     if not isinstance(here, dict) or not isinstance(here.get("hash"), str):
         return "the data here has no fingerprint"
     if here["hash"] == claimed.hash:
@@ -111,7 +109,7 @@ class OfRuns:
     """
 
     key: str
-    made: Callable[[Sequence[Facts], str | None, str | None], Kind | None]
+    made: Callable[[Sequence[Facts], str | None, str | None], claims.Kind | None]
     judge: Callable[[Any, Any, ClaimRuns], tuple[str, str]]
     needs_device: bool = False  # whether it can be told on the same device only
 
@@ -121,7 +119,7 @@ class OfRuns:
             return f"other data: {differ.data}"
         return f"another device: {differ.device or differ.kind}" if self.needs_device and (differ.device or differ.kind) else ""
 
-    def answer(self, claim: Claim, seen: ClaimRuns) -> Answer:
+    def answer(self, claim: claims.Claim, seen: ClaimRuns) -> Answer:
         """The answer whether a claim holds of the runs that were trained here."""
         metric, of_set = (claim.quality.metric, claim.quality.set) if claim.quality is not None else (None, None)
         claimed, again = claim.kinds()[self.key], self.made(seen.runs, metric, of_set)
@@ -136,7 +134,7 @@ class OfRuns:
         return Answer(self.key, str(claimed), str(again) if again is not None else "–", outcome, because)
 
 
-def final_metric(runs: Sequence[Facts], metric: str | None, of_set: str | None) -> Quality | None:
+def final_metric(runs: Sequence[Facts], metric: str | None, of_set: str | None) -> claims.Quality | None:
     """The final metric of all runs."""
     of_set = of_set or runs[0].set
     values = [value for run in runs if (value := run.figures.get(of_set, {}).get(str(metric))) is not None]
@@ -144,10 +142,10 @@ def final_metric(runs: Sequence[Facts], metric: str | None, of_set: str | None) 
         return None
     middle, low, high = mean(values)
     sd, interval = (rounded(deviation(values)), (rounded(low), rounded(high))) if len(values) > 1 else (None, None)
-    return Quality(metric, of_set, rounded(middle), len(values), sd, interval)
+    return claims.Quality(metric, of_set, rounded(middle), len(values), sd, interval)
 
 
-def same_metric(claimed: Quality, again: Quality, seen: ClaimRuns) -> tuple[str, str]:
+def same_metric(claimed: claims.Quality, again: claims.Quality, seen: ClaimRuns) -> tuple[str, str]:
     """A two-sample t-test of the claimed mean against that of new seeds, with their spreads pooled."""
     from scipy.special import stdtrit  # scipy.stats takes a second to import
 
@@ -173,7 +171,7 @@ def same_metric(claimed: Quality, again: Quality, seen: ClaimRuns) -> tuple[str,
     return HOLDS, f"not {word} by more than {allowed:.2g} (t-test at {100 * LEVEL:g} %, at least {100 * FLOOR:g} %)"
 
 
-def time_to_target(runs: Sequence[Facts], metric: str | None, of_set: str | None) -> Target | None:
+def time_to_target(runs: Sequence[Facts], metric: str | None, of_set: str | None) -> claims.Target | None:
     """The time when a metric of the runs reached their target; one that did not is the slowest."""
     if (reach := runs[0].reach) is None:
         return None
@@ -182,14 +180,14 @@ def time_to_target(runs: Sequence[Facts], metric: str | None, of_set: str | None
     updates = [run.updates_to_target for run in there if run.updates_to_target is not None]
     seconds = [run.seconds_to_target for run in there if run.seconds_to_target is not None]
     several = 2 * len(there) > len(runs)  # else their median is endless
-    return Target(
+    return claims.Target(
         reach, len(there), len(runs), rounded(statistics.median([*updates, *never])) if several else None,
         None if never else max(updates),
         rounded(statistics.median([*seconds, *never])) if several and len(seconds) == len(there) else None,
     )  # fmt: skip
 
 
-def as_soon(claimed: Target, again: Target, seen: ClaimRuns) -> tuple[str, str]:
+def as_soon(claimed: claims.Target, again: claims.Target, seen: ClaimRuns) -> tuple[str, str]:
     """Exact tests of how many seeds reached the target, and of whether every one was slower."""
     fewer = chance_of_fewer(again.reached, again.n, claimed.reached, claimed.n)
     found = [run.updates_to_target for run in seen.runs]
@@ -212,14 +210,14 @@ def as_soon(claimed: Target, again: Target, seen: ClaimRuns) -> tuple[str, str]:
 
 def used(
     key: str,
-    kind: type[Memory | Energy],
+    kind: type[claims.Memory | claims.Energy],
     of: Callable[[Any], float | None],
     joined: Callable[[Sequence[float]], float],
     more: float,
 ) -> OfRuns:
     """The kind of what a run uses of its device: `joined` of all runs; others may use so much `more`."""
 
-    def made(runs: Sequence[Facts], metric: str | None, of_set: str | None) -> Kind | None:
+    def made(runs: Sequence[Facts], metric: str | None, of_set: str | None) -> claims.Kind | None:
         found = [value for run in runs if (value := of(run))]
         return kind(rounded(joined(found)), len(found)) if found else None
 
@@ -233,8 +231,8 @@ def used(
 ALL = (
     OfRuns("quality", final_metric, same_metric),
     OfRuns("target", time_to_target, as_soon),
-    used("memory", Memory, lambda run: run.peak_mib, max, MORE_MEMORY),
-    used("energy", Energy, lambda run: run.joules, statistics.fmean, MORE_ENERGY),
+    used("memory", claims.Memory, lambda run: run.peak_mib, max, MORE_MEMORY),
+    used("energy", claims.Energy, lambda run: run.joules, statistics.fmean, MORE_ENERGY),
 )
 
 
@@ -287,9 +285,9 @@ class Verified:
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain recipe verify`; return its exit code."""
     settings, given = verbs.split(argv, VerifySettings)
-    if not given or ("=" in given[0] and not Path(given[0]).is_file() and not places.is_address(given[0])):
+    if not given or ("=" in given[0] and not Path(given[0]).is_file() and not lookup.is_address(given[0])):
         raise UserError("drivetrain recipe verify wants the name or path of a recipe, then what else the run needs as key=value")
-    recipe = places.read(given[0])
+    recipe = lookup.read(given[0])
     if recipe.claim is not None:
         echo(f"claimed: {recipe.claim}")
     found = verify(recipe, given[1:], config_dirs, settings)
@@ -320,7 +318,7 @@ def verify(
         problems.append(f"rounds={settings.rounds}: with fewer than {MIN_PAIRS} rounds there is no interval")
     for word in overrides:
         if key_of(word) in against:
-            problems.append(f"'{word}' is what the claim is about ({as_overrides(against)}): leave it out")
+            problems.append(f"'{word}' is what the claim is about ({claims.as_overrides(against)}): leave it out")
         if "=" not in word or key_of(word) == "recipe":
             problems.append(f"'{word}': one recipe is verified at a time, and what follows it has the form key=value")
     refuse(problems)
@@ -342,13 +340,15 @@ def verify(
     return Verified(recipe, answers, job, compared, runs)
 
 
-def both_sides(recipe: Recipe, speed: Speed | None, overrides: Sequence[str], config_dirs: Sequence[str]) -> list[VariantSpec]:
+def both_sides(
+    recipe: Recipe, speed: claims.Speed | None, overrides: Sequence[str], config_dirs: Sequence[str]
+) -> list[VariantSpec]:
     """The baseline of a claim of speed, where there is one, and the recipe as it is. Raises UserError with every problem."""
     given, specs, own_saving = [f"recipe={recipe.word}", *overrides], [], False
     if speed is not None:
         own_saving = any(key.split(".")[0] == "saving" for key in speed.against)
         base = variants.compose(
-            as_overrides(speed.against), given, config_dirs, recipe.baseline(options(config_dirs)), own_saving
+            claims.as_overrides(speed.against), given, config_dirs, recipe.baseline(options(config_dirs)), own_saving
         )
         base.overrides[1:1] = [f"{key}={format_value(value)}" for key, value in speed.against.items()]  # for compare.json
         specs.append(base)
@@ -357,7 +357,7 @@ def both_sides(recipe: Recipe, speed: Speed | None, overrides: Sequence[str], co
     return specs
 
 
-def train(spec: VariantSpec, claim: Claim, seeds: Sequence[int], asked: Sequence[OfRuns]) -> ClaimRuns:
+def train(spec: VariantSpec, claim: claims.Claim, seeds: Sequence[int], asked: Sequence[OfRuns]) -> ClaimRuns:
     """Train with these seeds; with the first alone where it fails, or shows that nothing of what is asked can be told here.
 
     Raises UserError where the run cannot be built, unless that may be because the device is another one than the claim's.
@@ -379,7 +379,7 @@ def train(spec: VariantSpec, claim: Claim, seeds: Sequence[int], asked: Sequence
     return seen
 
 
-def judge(claim: Claim, base: compare.Row, row: compare.Row, kind: str | None = None) -> Answer:
+def judge(claim: claims.Claim, base: compare.Row, row: compare.Row, kind: str | None = None) -> Answer:
     """The answer on a claim of speed whose variants were measured again, on a device of this kind."""
     speed = claim.speed
     assert speed is not None
@@ -391,7 +391,7 @@ def judge(claim: Claim, base: compare.Row, row: compare.Row, kind: str | None = 
         if variant.error is not None:
             return answer(UNTOLD if differ.kind else REFUTED, f"{name} ended: {variant.error}")
     assert row.ratio is not None
-    figures = f"measured {row.ratio}, claimed {times(speed.ratio, *speed.interval)}"
+    figures = f"measured {row.ratio}, claimed {claims.times(speed.ratio, *speed.interval)}"
     if row.verdict is not None:
         figures += f"; quality {row.verdict.outcome}"
         if row.verdict.outcome == quality.FAIL:

@@ -22,21 +22,8 @@ from drivetrain.core.options.overrides import format_value
 from drivetrain.core.step import trees
 from drivetrain.core.step.blocks import blocks_for, repeated_blocks
 from drivetrain.core.typed import JsonObject
-from drivetrain.engine import child
-from drivetrain.engine.rehearsal import (
-    BATCH,
-    GRADIENTS,
-    OTHER,
-    PARAMETERS,
-    STATE,
-    CudaAutocast,
-    Rehearsal,
-    StepRecord,
-    fewest,
-    furthest,
-    peak_bytes,
-    resident,
-)
+from drivetrain.engine import child, rehearsal
+from drivetrain.engine.rehearsal import Rehearsal, StepRecord
 from drivetrain.launch.job import Job
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import variants
@@ -69,7 +56,7 @@ if TYPE_CHECKING:
 
     from drivetrain.engine.trainer import Trainer
 
-KINDS = (PARAMETERS, GRADIENTS, STATE, OTHER, BATCH)
+KINDS = (rehearsal.PARAMETERS, rehearsal.GRADIENTS, rehearsal.STATE, rehearsal.OTHER, rehearsal.BATCH)
 COUNTED = (0.97, 1.04)  # of the peak of what was counted on this machine, where kernels' own buffers were measured
 ELSEWHERE = (0.90, 1.15)  # where another device has other kernels
 ALLOWANCE = Uncertain(0.05, 0.0, 0.15)  # of the activations, for kernels' own buffers where these were not measured
@@ -98,7 +85,7 @@ def peak_memory(
     if measured:
         factors, workspace = COUNTED, Uncertain.exactly(max(0.0, at_most - sum(counted.values())))
     else:
-        factors, workspace = ELSEWHERE, device.workspaces + ALLOWANCE.times(parts[OTHER])
+        factors, workspace = ELSEWHERE, device.workspaces + ALLOWANCE.times(parts[rehearsal.OTHER])
     whole, fragmentation = sum(parts.values()), device.fragmentation
     parts["workspace"] = workspace.value + (fragmentation.value - 1) * whole
     return parts, fragmentation.times(Uncertain(1.0, *factors)).times(whole) + workspace
@@ -107,9 +94,14 @@ def peak_memory(
 def sharded(parts: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
     """Divide what the ranks share. A block's weights are gathered while the one before it computes, its gradients are whole."""
     own = 0.0 if ranks.offloaded else 1 / ranks.shards  # of what is divided
-    gathered = parts[PARAMETERS] if ranks.keeps_gathered else 2 * ranks.largest_block
-    gradients = parts[GRADIENTS] if ranks.whole_gradients else own * parts[GRADIENTS] + ranks.largest_block
-    return {**parts, PARAMETERS: own * parts[PARAMETERS] + gathered, GRADIENTS: gradients, STATE: own * parts[STATE]}
+    gathered = parts[rehearsal.PARAMETERS] if ranks.keeps_gathered else 2 * ranks.largest_block
+    gradients = parts[rehearsal.GRADIENTS] if ranks.whole_gradients else own * parts[rehearsal.GRADIENTS] + ranks.largest_block
+    return {
+        **parts,
+        rehearsal.PARAMETERS: own * parts[rehearsal.PARAMETERS] + gathered,
+        rehearsal.GRADIENTS: gradients,
+        rehearsal.STATE: own * parts[rehearsal.STATE],
+    }
 
 
 def sent_bytes(parameters: float, ranks: Ranks, micro_batches: int) -> float:
@@ -323,7 +315,7 @@ class Subject:
         """The plan with its trainer."""
         beside, dtype = NOTHING, plan.run.precision.dtype
         if plan.times_layers:
-            tensors = {id(t): t.nbytes for kind in resident(trainer).values() for t in kind}
+            tensors = {id(t): t.nbytes for kind in rehearsal.resident(trainer).values() for t in kind}
             beside = PROCESS.times(max(0.0, memory_of_process() - sum(tensors.values())))
         device = replay.this_device(trainer.device, (dtype,) if dtype else ()) if plan.here else replay.known(plan.device)
         return cls(plan, plan.ranks(trainer.model), Rehearsal(trainer), device, beside)
@@ -331,7 +323,7 @@ class Subject:
     def record(self, size: int, blocks: Sequence[torch.nn.Module]) -> StepRecord:
         """The record of updates of micro-batches of this size. Raises UserError where the step needs values."""
         try:
-            with nullcontext() if self.plan.here else CudaAutocast():
+            with nullcontext() if self.plan.here else rehearsal.CudaAutocast():
                 return self.rehearsal.record(size, self.plan.micro_batches(), blocks)
         except UNREADABLE as error:
             why = str(error).strip().splitlines() or [""]
@@ -350,7 +342,7 @@ class Subject:
             return self, []
         option, limit = Blocks.of(run), most * GIB
         blocks = blocks_for(run.named("checkpointing"), "checkpointing.block", self.rehearsal.trainer.model, option.block)
-        count, nbytes = fewest(lambda n: peak_bytes(self.record(size, blocks[:n])), len(blocks), limit)
+        count, nbytes = rehearsal.fewest(lambda n: rehearsal.peak_bytes(self.record(size, blocks[:n])), len(blocks), limit)
         if nbytes > limit:
             raise UserError(option.too_little({"blocks": len(blocks), "recomputed": count, "bytes": nbytes}, size))
         note = f"checkpointing.memory_gb: {count} of {len(blocks)} blocks are recomputed"
@@ -376,7 +368,7 @@ def examine(subject: Subject, budget_s: float, largest: bool = False) -> Forecas
     precision = plan.run.precision
     tf32 = (*(("product", "attention") if precision.matmul in ("high", "medium") else ()), *(["convolution"] * precision.cudnn))
     took = replay.step_time(operations, subject.timed, device, tf32, plan.compiled())
-    nbytes = sent_bytes(float(record.peak[PARAMETERS]), ranks, micro_batches)
+    nbytes = sent_bytes(float(record.peak[rehearsal.PARAMETERS]), ranks, micro_batches)
     network = replay.network_seconds(nbytes, device, took.backward_s)
     waits = Uncertain(1.0, 0.7, 1.5).times(reading * micro_batches)
     step = took.seconds + waits + network
@@ -435,7 +427,7 @@ def _largest(subject: Subject, at_most: float, limit: float) -> Uncertain | None
     room = _room(subject.device, limit)
     fits = peak(first).value <= room
     low, high = (first, int(min(MOST, 1.05 * crossing(first, 0)) + 1)) if fits else (min(2, first), first)
-    size, _ = furthest(lambda size: peak(size).value, low, max(low, high), room)
+    size, _ = rehearsal.furthest(lambda size: peak(size).value, low, max(low, high), room)
     sizes = Uncertain(*(crossing(size, which) for which in (0, 2, 1)))
     return sizes if sizes.value >= 1 else None
 

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map
 from drivetrain.core.machine import guards
 from drivetrain.core.machine.device import synchronize
 from drivetrain.debug.profile import silence_profiler
+from drivetrain.engine import rehearsal
 from drivetrain.engine.flops import from_table, measured
-from drivetrain.engine.rehearsal import Operation, Spec
 from drivetrain.engine.trainer import Trainer
 from drivetrain.run import environment
 
@@ -167,7 +167,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(
-    operations: Mapping[Operation, int],
+    operations: Mapping[rehearsal.Operation, int],
     timed: Mapping[str, Timed],
     device: DeviceLimits,
     tf32: Collection[str] = (),
@@ -202,7 +202,7 @@ def step_time(
 
 
 def _takes(
-    operation: Operation, timed: Timed | None, device: DeviceLimits, tf32: Collection[str], compiled: CompiledShares
+    operation: rehearsal.Operation, timed: Timed | None, device: DeviceLimits, tf32: Collection[str], compiled: CompiledShares
 ) -> tuple[Uncertain, str]:
     """The seconds of one call of an operation, and what limits them."""
     if operation.kind == "view":
@@ -241,7 +241,9 @@ ASSUMED_FLOPS, ASSUMED_BANDWIDTH = 3e10, 5e9  # to put operations in order: thos
 FILLED = 0.5  # floating-point inputs: valid for every operation, and no denormal number
 
 
-def time_operations(operations: Mapping[Operation, int], device: torch.device, budget_s: float, timed: dict[str, Timed]) -> None:
+def time_operations(
+    operations: Mapping[rehearsal.Operation, int], device: torch.device, budget_s: float, timed: dict[str, Timed]
+) -> None:
     """Time operations of an update here, those that may take longest first, until the budget is spent; `timed` gets the new ones.
 
     What fails by itself is left out.
@@ -291,21 +293,21 @@ def seconds_of(call: Callable[[], object], device: torch.device, enough_s: float
     return max(1e-9, sorted(times)[len(times) // 2] if now is time.thread_time else min(times))
 
 
-def _call(operation: Operation, device: torch.device) -> Callable[[], object]:
+def _call(operation: rehearsal.Operation, device: torch.device) -> Callable[[], object]:
     """A function that makes the call, with real arguments."""
     function, args, kwargs = operation.call
-    made, named = tree_map(lambda value: _tensor(value, device) if isinstance(value, Spec) else value, (args, kwargs))
+    made, named = tree_map(lambda value: _tensor(value, device) if isinstance(value, rehearsal.Spec) else value, (args, kwargs))
     return lambda: function(*made, **named)
 
 
-def _tensor(spec: Spec, device: torch.device) -> torch.Tensor:
+def _tensor(spec: rehearsal.Spec, device: torch.device) -> torch.Tensor:
     made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
     elements = made.untyped_storage().nbytes() // spec.dtype.itemsize
     made.as_strided((elements,), (1,)).fill_(FILLED if spec.dtype.is_floating_point or spec.dtype.is_complex else 0)
     return made
 
 
-def _workspaces(operations: Sequence[Operation], device: torch.device, until: float) -> dict[str, int]:
+def _workspaces(operations: Sequence[rehearsal.Operation], device: torch.device, until: float) -> dict[str, int]:
     """Call each operation once, which also prepares its kernel; the bytes that it allocates beside its results."""
     if device.type != "cpu":
         return {o.signature: _on_device(o, device) for o in operations if time.perf_counter() < until}
@@ -332,7 +334,7 @@ def _workspaces(operations: Sequence[Operation], device: torch.device, until: fl
     return most
 
 
-def _on_device(operation: Operation, device: torch.device) -> int:
+def _on_device(operation: rehearsal.Operation, device: torch.device) -> int:
     call = _call(operation, device)
     call()
     before = torch.accelerator.memory_allocated(device)

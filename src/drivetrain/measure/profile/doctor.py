@@ -62,9 +62,7 @@ def diagnose(profile: StepProfile, job: Job, ranks: int = 1) -> Iterator[Problem
     yield from _ranks(profile, job, ranks)
     yield from _now_and_then(profile, job.run.saving.every_updates, job.run.values["evaluate_every"])
     yield from _own_lines(profile)
-    if ranks == 1:  # ranks share the cores
-        yield from _threads(profile)
-    yield from _compute(profile, job)
+    yield from _compute(profile, job, ranks)
 
 
 def _data(profile: StepProfile, job: Job) -> Iterator[Problem]:
@@ -175,26 +173,6 @@ def _own_lines(profile: StepProfile) -> Iterator[Problem]:
             yield Problem(together.middle, "lines", f"the lines of {function} take {together.middle:.0%} of the step", evidence)
 
 
-def _threads(profile: StepProfile) -> Iterator[Problem]:
-    if profile.threads >= profile.cores:
-        return
-    share, certain = 1 - profile.all_cores.middle, 1 - profile.all_cores.high
-    at = profile.threads_set_at
-    if certain > MIN_CERTAIN:
-        gain = f"with a thread for each core an update takes {share:.0%} less time, at least {certain:.0%}"
-    elif at and profile.queued > BUSY:
-        gain = "whether more of them would help cannot be told while the cores are busy"
-    else:
-        return
-    yield Problem(
-        max(share, HOST_READ_SHARE),
-        "threads",
-        f"torch computes with {profile.threads} of {profile.cores} cores",
-        f"{at or 'runtime.threads or your own code'} sets their number; {gain}",
-        () if at else (f"runtime.threads={profile.cores}",),
-    )
-
-
 def _of_step(line: CodeLine) -> str:
     backward = f", {line.backward:.0%} in its backward" if line.backward > 0.005 else ""
     return f"{line.share:.0%}{_range(line.interval)} of the step{backward}"
@@ -218,7 +196,7 @@ def _what(line: CodeLine) -> str:
     return "the host computes there, outside of torch's operations"
 
 
-def _compute(profile: StepProfile, job: Job) -> Iterator[Problem]:
+def _compute(profile: StepProfile, job: Job, ranks: int = 1) -> Iterator[Problem]:
     """The verdict where nothing else is wrong: how to compute faster."""
     top = max((k for k in profile.phases if k not in ("data wait", "communication")), key=lambda k: profile.phases[k])
     precisions, layouts = ["precision=bf16"] if job.run.precision.full_float32 else [], with_channels_last(job.run)
@@ -227,6 +205,8 @@ def _compute(profile: StepProfile, job: Job) -> Iterator[Problem]:
         candidates += ["compile=inductor"] if profile.device == "cpu" else ["compile=inductor", "compile=step"]
     if job.run.checkpointing.active:
         candidates.append("checkpointing=none")
+    if ranks == 1 and profile.device == "cpu" and profile.threads < usable_cores():  # ranks share the cores
+        candidates.append("runtime.threads=auto")
     candidates += [f"{precision} {layout}" for precision in precisions for layout in layouts]
     verdict = f"no bottleneck: the step computes, most of all in the {top}"
     own = max((line.interval.high for line in profile.lines if not line.reads_data), default=0.0)

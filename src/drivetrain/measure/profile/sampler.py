@@ -5,24 +5,19 @@ from __future__ import annotations
 import dis
 import random
 import signal
-import sys
 import threading
 import time
-import traceback
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from drivetrain.core.machine import process
 from drivetrain.core.machine.device import Clock
 from drivetrain.measure.profile.user_code import Found, find
 
 SAMPLE_S = 0.001  # between two instants, on average
-LOOK_S = 0.002  # between two looks at the other threads, on average
-SWITCH_S = 1e-4  # within which a thread that runs Python code lets another look at it; else that waits until torch is called
 
 
 class Spent(NamedTuple):
@@ -49,27 +44,19 @@ Samples = Mapping[tuple[str, Found], Spent]
 
 
 @contextmanager
-def sampled(phase: Callable[[], str], root: CodeType, helpers: bool = False) -> Iterator[tuple[Clocks, Samples]]:
+def sampled(phase: Callable[[], str], root: CodeType) -> Iterator[tuple[Clocks, Samples]]:
     """Sample the calling thread's stack until the block ends. Yield a clock of the block, and the samples, which come at its end.
 
     The instants do not depend on what the thread does, so a line gets as many of them as its share of the time. Only Python
     code can be interrupted: the instants that fall into a call of C, such as an operation of torch, are counted when it
-    returns, at the line that called it. The time of counting is taken out. What threads do that work for this one, such as
-    those of the loader, another thread looks at: only where there are such `helpers`, as it takes turns with this one.
+    returns, at the line that called it. The time of counting is taken out. Other threads, such as those of the loader and of
+    an accelerator's backward, are not watched.
     """
     instants = _Instants(thread_clock(), lambda frame: (phase(), find(frame, root)))
-    looks: defaultdict[tuple[str, Found], Counter[Found]] = defaultdict(Counter)
-    samples: defaultdict[tuple[str, Found], Spent] = defaultdict(Spent)
-    with ExitStack() as watchers:
-        watchers.enter_context(_interrupted(instants))
-        if helpers:
-            watchers.enter_context(_looked_at(phase, root, looks))
+    samples: dict[tuple[str, Found], Spent] = {}
+    with _interrupted(instants):
         yield thread_clock(), samples
-    for place, seconds in instants.spent.items():  # where it waited for others, by what was seen of these
-        seen = looks.get(place) or Counter({place[1]: 1})
-        for found, count in seen.items():
-            part = count / seen.total()
-            samples[place[0], found] += Spent(part * seconds.busy, part * seconds.waits)
+    samples |= instants.spent
 
 
 class _Instants:
@@ -135,41 +122,6 @@ def _caller_if_new(frame: FrameType | None) -> FrameType | None:
 @cache
 def _beginnings(code: CodeType) -> frozenset[int]:
     return frozenset(i.offset for i in dis.get_instructions(code) if i.opname == "RESUME")
-
-
-@contextmanager
-def _looked_at(phase: Callable[[], str], root: CodeType, looks: dict[tuple[str, Found], Counter[Found]]) -> Iterator[None]:
-    """Look again and again, in another thread, at the threads that work for this one, where it waits for them."""
-    done, thread = threading.Event(), threading.get_ident()
-
-    def repeat() -> None:
-        draw = random.Random(1)
-        while not done.wait(LOOK_S * draw.uniform(0.5, 1.5)):
-            place = now, found = phase(), find(sys._current_frames().get(thread), root)
-            if found.site is None and (found.in_backward or now == "data"):
-                looks[place][next(_elsewhere(thread), found)] += 1
-
-    watcher = threading.Thread(target=repeat, daemon=True, name="sampler")
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_S)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
-        sys.setswitchinterval(before)
-
-
-def _elsewhere(thread: int) -> Iterator[Found]:
-    """Yield what threads do that work for this one: those of the loader, and torch's own of the backward."""
-    pythons, loader = {t.ident for t in threading.enumerate()}, str(process.PACKAGE / "loader")
-    for ident, frame in sys._current_frames().items():
-        if ident == thread:
-            continue
-        works = ident not in pythons or any(f.f_code.co_filename.startswith(loader) for f, _ in traceback.walk_stack(frame))
-        if works and (found := find(frame)).site is not None:
-            yield found
 
 
 def thread_clock() -> Clocks:

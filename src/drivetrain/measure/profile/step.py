@@ -5,11 +5,9 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -17,10 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from drivetrain.core.machine import isolation
 from drivetrain.core.machine.device import clock_for, synchronize
-from drivetrain.core.machine.guards import usable_cores
-from drivetrain.core.machine.torch_patches import threads_set_by
 from drivetrain.core.step import trees
 from drivetrain.core.step.microbatch import one_update
 from drivetrain.debug.torch_modes import waiting_calls
@@ -46,7 +41,6 @@ class Turn(NamedTuple):
     """What one of several looks at updates tells of the machine and of the wait for data."""
 
     step_s: float  # of an update as it is, unwatched
-    all_cores_s: float  # of an update that computes with a thread for each core
     flops: float  # a second, of the device's matrix products in the format of the step
     phases: dict[str, float]  # seconds, whose sum is that of some updates
 
@@ -62,13 +56,6 @@ class Looked(Attribution):
     read_ms: float | None  # of reading one micro-batch
     queued: float  # the share of the unwatched time in which the step waited for a core that other programs had
     threads: int  # that torch computes with
-    threads_set_at: str  # file:line of the user's own that sets their number in the step; "": none
-    cores: int  # that these threads may use; of an accelerator's host no more than they use
-
-    @property
-    def all_cores(self) -> intervals.Interval:
-        """The time of an update with a thread for each core, divided by its time as it is."""
-        return intervals.ratio([turn.all_cores_s for turn in self.turns], [turn.step_s for turn in self.turns])
 
     @property
     def waits_for_data(self) -> intervals.Interval:
@@ -85,11 +72,8 @@ def look(trainer: Trainer, stream: TrackedStream, profile_s: float) -> Looked:
     on_cpu, block_s = trainer.device.type == "cpu", profile_s / LOOKS
     utilization = {} if on_cpu else device_shares(trainer, stream)
     busy = 1 - utilization.get(IDLE, 1.0)  # the share of the time in which an accelerator works
-    helpers = not on_cpu or threading.active_count() > 1  # threads of the backward, or of the loader
     phases = TimedPhases(trainer, stream)
     small_size = sum(t.numel() for micro in one_update(stream) if micro.last for t in trees.leaves(micro.x)) // 16
-    threads, set_at = threads_of(lambda: update(trainer, stream))
-    cores = usable_cores() if on_cpu else threads
     plain, watched, counted, took = 0, 0, 0, Spent()
     samples: list[Samples] = []
     recorded: list[TimedOperation] = []
@@ -109,13 +93,8 @@ def look(trainer: Trainer, stream: TrackedStream, profile_s: float) -> Looked:
         synchronize(trainer.device)
         updates, seconds = block(lambda: update(trainer, stream), thread_clock())
         plain, took = plain + updates, took + seconds
-        step_s = all_cores_s = seconds.own / updates
-        if threads < cores:
-            with computing_with(cores):
-                update(trainer, stream)  # the first one starts the threads
-                updates, seconds = block(lambda: update(trainer, stream), thread_clock())
-                all_cores_s = seconds.own / updates
-        with sampled(lambda: stream.phase, update.__code__, helpers) as (clock, spent):
+        step_s = seconds.own / updates
+        with sampled(lambda: stream.phase, update.__code__) as (clock, spent):
             seen, _ = block(lambda: update(trainer, stream), clock)
         counted += block(phases.update, thread_clock())[0]
         recorder = OperationRecorder(
@@ -123,7 +102,7 @@ def look(trainer: Trainer, stream: TrackedStream, profile_s: float) -> Looked:
         )
         with recorder.recording():
             update(trainer, stream)
-        turns.append(Turn(step_s, all_cores_s, measured(trainer.device, trainer.log.mfu.number_format), phases.taken()))
+        turns.append(Turn(step_s, measured(trainer.device, trainer.log.mfu.number_format), phases.taken()))
         looks.append(attribute(spent, recorder.operations, 1, busy, seen))
         samples.append(spent)
         watched, recorded = watched + seen, recorded + recorder.operations
@@ -143,15 +122,13 @@ def look(trainer: Trainer, stream: TrackedStream, profile_s: float) -> Looked:
         utilization=_cpu_shares(recorded, LOOKS * step_ms, found.rest.get(WAITING, 0.0)) if on_cpu else utilization,
         read_ms=1e3 * statistics.fmean(phases.read_s) if phases.read_s else None,
         queued=max(0.0, 1 - took.own / took.wall),
-        threads=threads,
-        threads_set_at=set_at,
-        cores=cores,
+        threads=torch.get_num_threads(),
     )
 
 
 def reading_lines(trainer: Trainer, seconds: float) -> Samples:
     """Read batches in this process, and sample it: the loader's own processes cannot be watched."""
-    with sampled(lambda: "data", reading_lines.__code__, threading.active_count() > 1) as (clock, spent):
+    with sampled(lambda: "data", reading_lines.__code__) as (clock, spent):
         for request in trainer.requests():
             trainer.train_data(request)
             if clock().wall > seconds:
@@ -181,22 +158,6 @@ def _cpu_shares(operations: Iterable[TimedOperation], whole_ms: float, waiting: 
     """The share of a CPU's time in operations, and between them, which is Python's and torch's dispatcher's."""
     computing = min(1.0, sum(o.ms + o.backward_ms for o in operations if o.phase != "data") / whole_ms)
     return {"in operations": computing, "between operations (Python, dispatch)": max(0.0, 1 - computing - waiting)}
-
-
-def threads_of(update: Callable[[], None]) -> tuple[int, str]:
-    """The threads that torch computes with in an update, and file:line of the user's own that sets their number; "": none."""
-    places: list[str] = []
-    with threads_set_by(lambda _: places.append(user_line(sys._getframe(1)))):
-        update()
-    update()  # as it is: it may set the number itself
-    return torch.get_num_threads(), next(filter(None, places), "")
-
-
-@contextmanager
-def computing_with(threads: int) -> Iterator[None]:
-    """Within the context torch computes with so many threads, whatever an update sets."""
-    with isolation.threads(threads), threads_set_by(lambda _: None):
-        yield
 
 
 MIN_READING = 0.1  # of an update's time spent waiting for data: then the lines are looked for that read it in other processes

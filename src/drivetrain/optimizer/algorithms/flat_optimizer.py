@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -234,10 +233,10 @@ class FlatOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load `state_dict()`. The state keeps its dtypes; torch would cast them to those of the parameters."""
         super().load_state_dict(state_dict)
-        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        for index, p in enumerate(params):
-            for name, value in state_dict["state"].get(index, {}).items():
-                self.state[p][name] = value.to(p.device, copy=True)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for key, p in zip(saved["params"], group["params"], strict=True):
+                for name, value in state_dict["state"].get(key, {}).items():
+                    self.state[p][name] = value.to(p.device, copy=True)
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
@@ -339,12 +338,15 @@ class ScheduleFree(FlatOptimizer):
                     torch._foreach_copy_([p.detach() for p in self._trained], list(self._trained.values()))
             self._trained = {}
 
-    def _parameters(self) -> list[Tensor]:
-        return list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+    def _parameters(self, groups: Sequence[StateDict]) -> dict[object, Tensor]:
+        """The parameters by their numbers or names in the groups of a state_dict."""
+        pairs = zip(groups, self.param_groups, strict=True)
+        return {key: p for saved, group in pairs for key, p in zip(saved["params"], group["params"], strict=True)}
 
     def state_dict(self) -> StateDict:
         """torch's, with each parameter's y in its state, since the weights that are saved are x."""
-        found, parameters = super().state_dict(), self._parameters()
+        found = super().state_dict()
+        parameters = self._parameters(found["param_groups"])
         trained = {i: self._trained.get(parameters[i]) for i in found["state"]}
         y = {i: parameters[i].detach().clone() if kept is None else kept for i, kept in trained.items()}
         return {**found, "state": {i: {**state, "y": y[i]} for i, state in found["state"].items()}}
@@ -352,7 +354,7 @@ class ScheduleFree(FlatOptimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load `state_dict()`, and set the parameters to y."""
-        states, parameters = state_dict["state"], self._parameters()
+        states, parameters = state_dict["state"], self._parameters(state_dict["param_groups"])
         plain = {i: {key: value for key, value in state.items() if key != "y"} for i, state in states.items()}
         super().load_state_dict({**state_dict, "state": plain})
         for i, state in states.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from drivetrain.core.typed import StateDict
 from drivetrain.optimizer.algorithms.flat_optimizer import memory_order
-from drivetrain.saving.sharded_checkpoint import join_optimizer_states
+from drivetrain.saving.sharded_checkpoint import by_name
 
 A, B, C = 3.4445, -4.7750, 2.0315  # coefficients of the quintic iteration
 
@@ -121,16 +122,15 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> StateDict:
         """The state of all, as that of one optimizer."""
-        return join_optimizer_states([member.state_dict() for member in self.members])
+        parts = [by_name(member.state_dict()) for member in self.members]
+        states = {name: state for part in parts for name, state in part["state"].items()}
+        return {"state": states, "param_groups": [group for part in parts for group in part["param_groups"]]}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load `state_dict()`."""
-        groups, first = list(state_dict["param_groups"]), 0
+        groups, states = iter(state_dict["param_groups"]), state_dict["state"]
         for member in self.members:
-            own, groups = groups[: len(member.param_groups)], groups[len(member.param_groups) :]
-            count = sum(len(group["params"]) for group in own)
-            state = {i - first: state for i, state in state_dict["state"].items() if first <= i < first + count}
-            own = [{**group, "params": [i - first for i in group["params"]]} for group in own]
-            member.load_state_dict({"state": state, "param_groups": own})
-            first += count
+            own = list(itertools.islice(groups, len(member.param_groups)))
+            held = {name: states[name] for group in own for name in group["params"] if name in states}
+            member.load_state_dict({"state": held, "param_groups": own})
         self._share_groups()

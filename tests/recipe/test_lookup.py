@@ -18,7 +18,7 @@ from drivetrain.config.compose import compose
 from drivetrain.core.errors import UserError
 from drivetrain.core.options.overrides import format_value, parse, redact
 from drivetrain.launch.job import prepare
-from drivetrain.recipe import fetch, places
+from drivetrain.recipe import fetch, lookup
 from drivetrain.sweeps import store
 from tests.support.places import Site, answer, certificate_of_this_machine, redirect, site
 
@@ -56,7 +56,7 @@ def pinned(host: Site) -> str:
 def problem(address: str) -> str:
     """The one message that refuses an address."""
     with pytest.raises(UserError) as caught:
-        places.read(address)
+        lookup.read(address)
     (line,) = caught.value.problems
     assert line.startswith(f"recipe={address}")
     return line
@@ -70,11 +70,11 @@ def test_a_name_is_a_recipe_that_ships_then_one_in_recipes_then_one_beside(tmp_p
         folder.mkdir(exist_ok=True)
         for name in ("fast", "mine"):
             (folder / f"{name}.yaml").write_text(f"optimizer:\n  lr: {lr}\n")
-    assert "optimizer.lr" not in places.read("fast").values or places.read("fast").values["optimizer.lr"] not in (0.25, 0.5)
-    assert places.read("mine").values["optimizer.lr"] == 0.25
-    assert places.read("./mine.yaml").values["optimizer.lr"] == 0.5
+    assert "optimizer.lr" not in lookup.read("fast").values or lookup.read("fast").values["optimizer.lr"] not in (0.25, 0.5)
+    assert lookup.read("mine").values["optimizer.lr"] == 0.25
+    assert lookup.read("./mine.yaml").values["optimizer.lr"] == 0.5
     (tmp_path / "recipes" / "mine.yaml").unlink()
-    assert places.read("mine").values["optimizer.lr"] == 0.5
+    assert lookup.read("mine").values["optimizer.lr"] == 0.5
 
 
 @pytest.mark.parametrize("words", [["recipe=mine"], ["-m", "recipe=mine", "optimizer.lr=0.1,0.2"]])
@@ -85,8 +85,8 @@ def test_a_recipe_is_read_once(words: list[str], monkeypatch: pytest.MonkeyPatch
 
     Path("recipes").mkdir(exist_ok=True)
     Path("recipes/mine.yaml").write_text("optimizer.lr: 0.25\n")
-    read, found = places.load, []
-    monkeypatch.setattr(places, "load", lambda name: found.append(name) or read(name))
+    read, found = lookup.load, []
+    monkeypatch.setattr(lookup, "load", lambda name: found.append(name) or read(name))
     monkeypatch.setattr(train, "_run", lambda job, quiet: 0 if job.run.optimizer.lr == 0.25 else 1)
     monkeypatch.setattr(driver, "run", lambda given, dirs, quiet: (Path("nothing"), 0 if store.prepare(given, dirs) else 1))
     assert train.command(words) == 0
@@ -95,7 +95,7 @@ def test_a_recipe_is_read_once(words: list[str], monkeypatch: pytest.MonkeyPatch
 
 def test_a_name_that_is_nowhere_says_what_there_is():
     with pytest.raises(UserError, match=r"recipe=fsat is not known; .* did you mean 'fast'"):
-        places.load("fsat")
+        lookup.load("fsat")
 
 
 # --- the command line ---
@@ -164,7 +164,7 @@ def test_a_pinned_recipe_is_shown_and_read(pinned, host, capsys, says, refused):
     shown = capsys.readouterr().err
     assert f"fetched {pinned}, {len(TEXT)} bytes:" in shown
     assert "  lr: 0.0625" in shown
-    recipe = places.read(pinned)
+    recipe = lookup.read(pinned)
     assert (recipe.name, recipe.values["optimizer.lr"], recipe.description) == ("mine", 0.0625, "from afar")
     assert host.asked == ["/mine.yaml"], "a process asks once"
     fetch.fetched.cache_clear()
@@ -208,7 +208,7 @@ def test_a_run_records_where_its_recipe_came_from_and_is_resumed_without_it(pinn
 def test_a_redirect_is_followed_to_https_alone(host):
     host.has("/there.yaml", TEXT)
     host.pages["/mine.yaml"] = lambda request: redirect(request, "/there.yaml")
-    assert places.read(f"{host.url}/mine.yaml#sha256={SHA256}").name == "mine"
+    assert lookup.read(f"{host.url}/mine.yaml#sha256={SHA256}").name == "mine"
     assert host.asked == ["/mine.yaml", "/there.yaml"]
     with site() as plain:
         to = plain.has("/there.yaml", TEXT)
@@ -301,4 +301,4 @@ def test_no_network_gives_one_message_and_exit_code_2(capsys):
 def test_what_was_fetched_is_held_to_the_rules_of_every_recipe(host):
     text = b"trust: [evil]\nmodel:\n  _target_: evil.Net\n"
     with pytest.raises(UserError, match=r"\.yaml:1: a recipe cannot set 'trust'"):
-        places.read(f"{host.has('/x.yaml', text)}#sha256={fetch.sha256_of(text)}")
+        lookup.read(f"{host.has('/x.yaml', text)}#sha256={fetch.sha256_of(text)}")

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
+from drivetrain.core.errors import printable
 from drivetrain.core.options.overrides import format_value
-from drivetrain.core.options.selection import Reach
+from drivetrain.core.options.selection import SETS, Reach
 from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.recipe import sections
-from drivetrain.recipe.safe_yaml import RecipeKey, code_refusal, names_code, printable
+from drivetrain.recipe.safe_yaml import RecipeKey, code_refusal, names_code
 from drivetrain.recipe.sections import Rule, Section, one_of, rules_of
 
 QUALITIES = ("PASS", "FAIL", "INCONCLUSIVE")
-SETS = ("validation", "test")
 
 
 _REACH = sections.check(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from drivetrain.core.errors import UserError
-from drivetrain.recipe import claim as claims
+from drivetrain.recipe import claims
 from drivetrain.recipe import reader as recipe
-from drivetrain.recipe.claim import (
+from drivetrain.recipe.claims import (
     KINDS,
     Against,
     Claim,

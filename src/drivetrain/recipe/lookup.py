@@ -1,4 +1,4 @@
-"""The places that recipes come from: those that ship, files, and pinned addresses."""
+"""Finds recipes: those that ship, files, and pinned addresses."""
 
 from __future__ import annotations
 
