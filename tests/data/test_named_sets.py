@@ -32,7 +32,8 @@ from drivetrain.logger.base import numbers
 from drivetrain.measure.benchmark import quality
 from drivetrain.run import reader
 from drivetrain.run import records as run_records
-from drivetrain.ui.pages import run as pages
+from drivetrain.ui.pages.run_table import verdict
+from drivetrain.ui.pages.runs import sheet_of
 from tests.data.test_packed import CPU
 from tests.support import later
 
@@ -247,11 +248,11 @@ def test_a_run_measures_each_set_selects_by_one_and_is_evaluated_again(train, th
     assert again.metrics == run.metrics["validation"]["final"]
     files = reader.find([run.run_dir])[0]
     assert files.metric == ("noisy/ema_accuracy", True)
-    said = pages.verdict(files)
+    said = verdict([files])
     assert "ema_accuracy" in said
     assert "on the test set clean" in said
     assert "on the test set noisy" in said
-    page = pages.sheet_of(files).page()
+    page = sheet_of([files]).page()
     assert all(f"validation set {name}" in page for name in ("clean", "noisy"))
     panels = run_records._panels(records, run.selection["metric"])
     assert {"training", "validation clean", "validation noisy", "test noisy"} <= set(panels["loss"])

@@ -20,7 +20,7 @@ from drivetrain.core.options.overrides import format_value, parse, redact
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import fetch, lookup
 from drivetrain.sweeps import store
-from tests.support.places import Site, answer, certificate_of_this_machine, redirect, site
+from tests.support.web_site import Site, answer, certificate_of_this_machine, redirect, site
 
 TEXT = b"description: from afar\ndefaults:\n  - override /model: mlp\noptimizer:\n  lr: 0.0625\n"
 SHA256 = fetch.sha256_of(TEXT)

@@ -401,11 +401,12 @@ def test_only_a_device_that_was_started_has_a_random_state(monkeypatch, started)
     device = SimpleNamespace(
         is_initialized=lambda: started, get_rng_state=lambda: states[-1].clone(), set_rng_state=states.append
     )
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    saved = streams.state()
-    assert set(saved) - {"cpu", "numpy", "python"} == ({"cuda"} if started else set())
-    streams.restore({**saved, "cuda": torch.zeros(2)})
+    with monkeypatch.context() as patch:  # what isolates tests asks for the devices afterwards
+        patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        patch.setattr(torch, "get_device_module", lambda _: device)
+        saved = streams.state()
+        assert set(saved) - {"cpu", "numpy", "python"} == ({"cuda"} if started else set())
+        streams.restore({**saved, "cuda": torch.zeros(2)})
     assert len(states) == (2 if started else 1)
 
 

@@ -26,12 +26,11 @@ from drivetrain.measure.profile.attribution import CodeLine
 from drivetrain.measure.profile.doctor import Diagnosis, Problem
 from drivetrain.measure.profile.doctor import sheet as doctor_sheet
 from drivetrain.measure.profile.step import Turn
-from drivetrain.measure.report import report
 from drivetrain.measure.tune import tune
 from drivetrain.measure.tune.range_test import RangeTest
 from drivetrain.measure.verbs import origin
 from drivetrain.run import reader
-from drivetrain.ui.pages import run as run_page
+from drivetrain.ui.pages.runs import sheet_of
 
 HOSTILE = "<!--<script>alert(1)</script>\u202e\x1b[2J&amp;'\""
 ABOUT: dict[str, Any] = {
@@ -165,9 +164,9 @@ def every(folder: Path) -> dict[str, str]:
     tuning: Any = SimpleNamespace(notes=[HOSTILE], comparisons={"The proof": comparison(), "Alone": comparison(quality=False)})
     both = {"Alone": comparison(quality=False), "The proof": comparison()}
     return {
-        "run": run_page.sheet_of(runs[1]).page(),
-        "failed run": run_page.sheet_of(failed).page(),
-        "report": report.sheet_of(runs)[0].page(),
+        "run": sheet_of([runs[1]]).page(),
+        "failed run": sheet_of([failed]).page(),
+        "report": sheet_of(runs).page(),
         "compare": compare.sheet(comparison()).page(),
         "ablate": compare.ablation_sheet("fast", HOSTILE, both).page(),
         "tune": tune.sheet(tuning, "precision=bf16 makes it faster", ["drivetrain train"], tested).page(),

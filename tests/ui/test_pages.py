@@ -21,8 +21,9 @@ from drivetrain.core.machine import files
 from drivetrain.core.machine.csv_rows import spreadsheet
 from drivetrain.run import reader
 from drivetrain.ui import output, sheet
-from drivetrain.ui.pages import charts, run, style
+from drivetrain.ui.pages import charts, runs, style
 from drivetrain.ui.pages.charts import Axis, ChartLine
+from drivetrain.ui.pages.run_table import verdict
 from drivetrain.ui.sheet import Drawn, PagePart, Sheet, Table, commands, folded, heading, remarks, words
 from tests.support import made_pages, pages
 
@@ -77,18 +78,18 @@ def test_how_a_run_ended_is_said_first(tmp_path, status, resumed_at, words):
     folder = made_pages.run_folder(tmp_path / "run", 0.1, status)
     result = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps(result | {"resumed_at": resumed_at}))
-    verdict = run.verdict(reader.read(folder))
-    assert words in verdict
-    assert ("<!--<script>" in verdict) == (status != "completed")  # its error
+    answer = verdict([reader.read(folder)])
+    assert words in answer
+    assert ("<!--<script>" in answer) == (status != "completed")  # its error
 
 
 def test_a_run_under_way_and_a_killed_one(tmp_path):
     folder = made_pages.run_folder(tmp_path / "run", 0.1)
     (folder / "result.json").unlink()
     said = "mlp on digits was killed after update 40, with accuracy 0.9817 at best on the validation set"
-    assert run.verdict(reader.read(folder)) == said
+    assert verdict([reader.read(folder)]) == said
     (folder / "result.json").write_text("{")
-    assert "left a result.json that cannot be read" in run.verdict(reader.read(folder))
+    assert "left a result.json that cannot be read" in verdict([reader.read(folder)])
 
 
 def test_the_end_of_a_run_draws_short_records_only_and_a_full_disk_loses_the_page_alone(tmp_path, monkeypatch):
@@ -96,18 +97,18 @@ def test_the_end_of_a_run_draws_short_records_only_and_a_full_disk_loses_the_pag
         raise OSError(28, "no space")
 
     folder = made_pages.run_folder(tmp_path / "run", 0.1)
-    assert run.write(folder) == folder / "report.html"
+    assert runs.write(folder) == folder / "report.html"
     (folder / "report.html").unlink()
     monkeypatch.setattr(files, "write_bytes", full)
-    assert run.write(folder) is None
+    assert runs.write(folder) is None
     monkeypatch.undo()
-    monkeypatch.setattr(run, "MOST_AT_END", 10)
-    assert run.write(folder) is None
+    monkeypatch.setattr(runs, "MOST_AT_END", 10)
+    assert runs.write(folder) is None
     assert not (folder / "report.html").exists()
 
 
 def test_the_page_says_what_differs_from_the_default(tmp_path):
-    page = run.sheet_of(reader.read(made_pages.run_folder(tmp_path / "run", 0.1))).page()
+    page = runs.sheet_of([reader.read(made_pages.run_folder(tmp_path / "run", 0.1))]).page()
     rows = re.findall(r'<tr><th scope="row">([\w.]+)</th><td class="text">([^<]*)</td><td class="text">([^<]*)</td></tr>', page)
     assert ("model", "mlp", "resnet9") in rows
     assert ("optimizer.lr", "0.1", "0.003") in rows
@@ -122,7 +123,7 @@ def test_the_page_has_a_best_checkpoint_only_where_it_was_kept(tmp_path, saving,
     (folder / "result.json").write_text(json.dumps(result))
     recipe = (folder / "recipe.yaml").read_text().replace("[{override", f"[{{override /saving: {saving}}}, {{override", 1)
     (folder / "recipe.yaml").write_text(recipe)
-    page = run.sheet_of(reader.read(folder)).page()
+    page = runs.sheet_of([reader.read(folder)]).page()
     assert ("best checkpoint" in page) == kept
     assert ("<tr class=winner>" in page) == kept
 

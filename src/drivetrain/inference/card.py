@@ -19,7 +19,7 @@ from drivetrain.run.reader import RunFiles
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 from drivetrain.ui.output import plain, writing
-from drivetrain.ui.pages import run as run_page
+from drivetrain.ui.pages import run_table
 from drivetrain.ui.sheet import sentence, setting
 from drivetrain.ui.terminal import duration, number
 
@@ -124,7 +124,7 @@ def text(run: RunFiles, library: str = "drivetrain", base: str | None = None, us
     lines = plain(files.read_text(recipe)).splitlines() if recipe.is_file() else []
     cells = [[code(metric), of_set, number(value), interval] for metric, value, of_set, interval in rows]
     return CARD.format(
-        front=_front(run, about, library, base, name, rows), name=code(name), verdict=prose(sentence(run_page.verdict(run))),
+        front=_front(run, about, library, base, name, rows), name=code(name), verdict=prose(sentence(run_table.verdict([run]))),
         takes=_takes(run, about), use="\n".join(use or ["drivetrain predict RUN FILE"]),
         data=f"{code('data=' + data)}{where}{samples}{mark}",
         settings=_table(["setting", "value"], [[code(key), code(setting(run.config[key], "null"))] for key in keys]),

@@ -36,7 +36,7 @@ from drivetrain.run.result import Result
 from drivetrain.saving import space
 from drivetrain.saving.space import NoRoom
 from drivetrain.ui import logs, output, recipe_tree
-from drivetrain.ui.pages import run as run_page
+from drivetrain.ui.pages import runs as run_pages
 
 RUN_DIR_FILE = "DRIVETRAIN_RUN_DIR_FILE"  # in a child's environment: a file to which it writes its run's directory
 
@@ -241,7 +241,7 @@ def _write_result(result: Result, job: Job, run_dir: Path) -> None:
     result.run_dir = run_dir
     result.write(run_dir)
     if job.work is None:
-        run_page.write(run_dir, recipe_file.compared(job.composed, job.machine_local_keys))
+        run_pages.write(run_dir, recipe_file.compared(job.composed, job.machine_local_keys))
 
 
 # --- a config that a user's own program composed, such as a script with @hydra.main ---

@@ -16,10 +16,11 @@ from drivetrain.cli import main
 from drivetrain.core.options.selection import Reach
 from drivetrain.data.tabular import data_file
 from drivetrain.measure.report import report, samples
-from drivetrain.measure.report.report import common_target, named, summarize_seeds, verdict
+from drivetrain.measure.report.report import summarize_seeds
 from drivetrain.run import directory
 from drivetrain.run.reader import differing, find, read
 from drivetrain.run.result import Result
+from drivetrain.ui.pages.run_table import common_target, named, verdict
 from tests.support import pages
 
 
@@ -312,7 +313,7 @@ def test_the_answer_names_the_best_run():
         a_run(Path(f"outputs/{n}"), n, **{"metrics.jsonl": json.dumps(record) + "\n", "result.json": json.dumps(result)})
     runs = find([Path("outputs")])
     said = "Of 4 runs, lr=1 is the best: it reached loss 0.1000 on the validation set, and the worst 0.3000"
-    assert verdict(runs, named(runs)) == said
+    assert verdict(runs) == said
 
 
 def test_a_setting_over_decades_has_a_logarithmic_axis():

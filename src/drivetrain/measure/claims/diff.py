@@ -10,12 +10,12 @@ from drivetrain.core.errors import DONE, UserError, collecting, printable, refus
 from drivetrain.core.options.overrides import key_of
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import verbs
-from drivetrain.measure.report import report
 from drivetrain.recipe import claims, lookup
 from drivetrain.recipe import reader as recipes
 from drivetrain.run import reader
 from drivetrain.run.reader import Points, RunFiles, compared, differing
 from drivetrain.ui.output import echo
+from drivetrain.ui.pages import run_table
 from drivetrain.ui.sheet import EMPTY, Table
 
 NOT_SHOWN = ("run", "folder", "updates made", "error")  # of the report's table
@@ -65,7 +65,7 @@ def _read(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> tu
 
 def _rows(both: Sequence[RunFiles]) -> list[tuple[str, ...]]:
     """Where the configs differ, and the results of those that are runs: the report's table, a row a column."""
-    found = report.table(both, None)
+    found = run_table.table(both, None)
     columns = dict(zip(found.header, zip(*found.texts(), strict=True), strict=True))
     columns["device"] = tuple(str(run.result.device_name or run.result.device) if run.result else "–" for run in both)
     versions = [{**run.environment.get("versions", {}), "commit": run.environment.get("git_commit")} for run in both]

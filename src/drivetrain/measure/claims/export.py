@@ -34,7 +34,7 @@ from drivetrain.recipe.write import with_section
 from drivetrain.run import environment, reader, recipe_file
 from drivetrain.run.reader import RunFiles, differing
 from drivetrain.ui.output import echo
-from drivetrain.ui.pages import run as run_page
+from drivetrain.ui.pages import run_table
 
 SOFTWARE = ("torch", "drivetrain")  # whose versions a claim names
 _ABSENT = object()
@@ -277,7 +277,7 @@ def _origin(runs: Sequence[RunFiles]) -> str:
         f"on {device}, python {facts.get('python', '–')}" if device else "",
         ", ".join(versions),
         f"commit {commit}" if (commit := facts.get("git_commit")) else "",
-        f"result: {run_page.verdict(run)}{f'; {rate:,.0f} samples/s' if rate else ''}",
+        f"result: {run_table.verdict([run])}{f'; {rate:,.0f} samples/s' if rate else ''}",
         f"and of the same with other seeds: {', '.join(others)}" if others else "",
     ]
     return as_comments([line for line in lines if line])

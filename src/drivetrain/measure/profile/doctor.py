@@ -26,7 +26,7 @@ from drivetrain.measure.claims.export import recommend
 from drivetrain.runtime import Runtime
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
-from drivetrain.ui.sheet import PagePart, Section, Sheet, Table, commands, heading, words
+from drivetrain.ui.sheet import PagePart, Section, Sheet, Table, commands, under, words
 
 if TYPE_CHECKING:
     from drivetrain.measure.profile.attribution import CodeLine
@@ -234,7 +234,7 @@ SHARE, RANGE, DATA = "of the update", "95 % interval", "data wait"
 def sheet(found: Diagnosis, faster: Sequence[str] = ()) -> Sheet:
     """The verdict, the commands of a `faster` run, where an update's time goes, and what was measured."""
     body: list[Section] = [verdicts(found), *([commands(*faster)] if faster else [])]
-    body += [heading("Where the time of an update goes"), *profiled(found)]
+    body += under("Where the time of an update goes", *profiled(found))
     body += compare.titled(found.comparisons)
     return Sheet("Where the time goes – drivetrain doctor", conclusion(found), body)
 

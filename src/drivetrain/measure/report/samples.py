@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,13 +14,10 @@ from drivetrain.core.typed import JsonObject
 from drivetrain.run.reader import RunFiles
 from drivetrain.ui import plots
 from drivetrain.ui.pages import charts
-from drivetrain.ui.pages.charts import ChartLine
 from drivetrain.ui.sheet import (
     PagePart,
     Section,
     Table,
-    breakable,
-    escape,
     remarks,
     under,
     words,
@@ -30,14 +25,11 @@ from drivetrain.ui.sheet import (
 from drivetrain.ui.terminal import number
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from drivetrain.inference import inputs
     from drivetrain.inference.loaded import LoadedRun
     from drivetrain.inference.predictions import Predictions
 
 
-SIDE = 96  # pixels of a tile at most
 CHARACTERS = 400  # of a text
 OF_SET = "test"
 MOST_NUMBERS = 4  # of a target, that are drawn
@@ -102,12 +94,12 @@ def _scatter(samples: Sequence[ShownSample], looked_at: str) -> list[Section]:
         ends = [(end, end) for end in (min(true), max(true))]
         residuals = [(y, y - x) for x, y in zip(true, number, strict=True)]
         zero = [(end, 0.0) for end in (min(number), max(number))]
-        dots = [ChartLine("samples", list(zip(true, number, strict=True))), ChartLine("as they are", ends)]
+        dots = [charts.ChartLine("samples", list(zip(true, number, strict=True))), charts.ChartLine("as they are", ends)]
         drawn += [
             charts.curves(f"Predicted against true{of}", dots, "true", dots=1),
             charts.curves(
                 f"Residuals: predicted less true{of}",
-                [ChartLine("samples", residuals), ChartLine("none", zero)],
+                [charts.ChartLine("samples", residuals), charts.ChartLine("none", zero)],
                 "predicted",
                 dots=1,
             ),
@@ -174,8 +166,7 @@ def _shown(samples: Sequence[ShownSample], loaded: LoadedRun) -> Section:
     """Samples of this run: as pictures, texts, or names alone."""
     shape, tokens = loaded.transforms.shape, loaded.transforms.tokens
     if not tokens and shape is not None and len(shape) == 3 and shape[0] in (1, 3):
-        tiles = [_tile(sample, loaded.transforms.option.max_value) for sample in samples]
-        return PagePart(f'<ul class="tiles">{"".join(tiles)}</ul>')
+        return charts.tiles([_tile(sample, loaded.transforms.option.max_value) for sample in samples])
     target = ["is"] if any(sample.target for sample in samples) else []
     rows = []
     for sample in samples:
@@ -193,22 +184,5 @@ def _tile(sample: ShownSample, top: float | None) -> str:
     picture = drawing.pixels(x.cpu().numpy(), top)
     if mask is not None:
         picture = drawing.with_mask(picture, mask.numpy())
-    kind, mark = ("", "") if sample.right is None else ("right", "✓ ") if sample.right else ("wrong", "✗ ")
-    target = f"{escape(sample.target)}<br>" if sample.target else ""
-    name = f'<br><span class="soft">{breakable(sample.name)}</span>'
-    said = escape(f"{sample.name}: {sample.target}, predicted {sample.prediction}")
-    return (
-        f'<li><img alt="{said}" src="data:image/png;base64,{base64.b64encode(_png(picture)).decode()}">'
-        f'{target}<span class="{kind}">{mark}{escape(sample.prediction)}</span>{name}</li>'
-    )
-
-
-def _png(picture: np.ndarray) -> bytes:
-    """Pixels (h, w, 3), uint8, as a PNG file of at most SIDE pixels a side."""
-    from PIL import Image
-
-    image, file = Image.fromarray(picture), io.BytesIO()
-    if max(image.size) > SIDE:
-        image.thumbnail((SIDE, SIDE), Image.Resampling.BOX)  # each pixel is the mean of those that it stands for
-    image.save(file, "PNG")
-    return file.getvalue()
+    kind = "" if sample.right is None else "right" if sample.right else "wrong"
+    return charts.tile(picture, sample.name, sample.target, sample.prediction, kind)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from drivetrain.core.typed import JsonMapping
 from drivetrain.ui import plots
-from drivetrain.ui.sheet import Cell, Drawn, PagePart, Section, Table, escape, remarks, under
+from drivetrain.ui.sheet import Cell, Drawn, PagePart, Section, Table, breakable, escape, remarks, under
+
+if TYPE_CHECKING:
+    import numpy as np
 
 WIDTH, HEIGHT = 340, 190  # of a chart in its own units, near the pixels that it is shown in
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 34  # of what is around the curves
@@ -217,3 +223,33 @@ def matrix(values: JsonMapping, title: str) -> PagePart:
         rows.append([name, *(Drawn(str(count or ""), share=count / whole) for count in counts)])
     found = Table(["class", *names], rows, f"{title}: how many")
     return PagePart(f'<div class="confusion">{found.html}</div>')
+
+
+SIDE = 96  # pixels of a tile at most
+
+
+def tile(pixels: np.ndarray, name: str, target: str, prediction: str, kind: str) -> str:
+    """A picture (h, w, 3), uint8, with what it is and what was predicted, which is right, wrong or a matter of degree ("")."""
+    mark = {"right": "✓ ", "wrong": "✗ ", "": ""}[kind]
+    is_ = f"{escape(target)}<br>" if target else ""
+    said = escape(f"{name}: {target}, predicted {prediction}")
+    return (
+        f'<li><img alt="{said}" src="data:image/png;base64,{base64.b64encode(_png(pixels)).decode()}">'
+        f'{is_}<span class="{kind}">{mark}{escape(prediction)}</span><br><span class="soft">{breakable(name)}</span></li>'
+    )
+
+
+def tiles(drawn: Sequence[str]) -> PagePart:
+    """Tiles side by side."""
+    return PagePart(f'<ul class="tiles">{"".join(drawn)}</ul>')
+
+
+def _png(picture: np.ndarray) -> bytes:
+    """Pixels (h, w, 3), uint8, as a PNG file of at most SIDE pixels a side."""
+    from PIL import Image
+
+    image, file = Image.fromarray(picture), io.BytesIO()
+    if max(image.size) > SIDE:
+        image.thumbnail((SIDE, SIDE), Image.Resampling.BOX)  # each pixel is the mean of those that it stands for
+    image.save(file, "PNG")
+    return file.getvalue()

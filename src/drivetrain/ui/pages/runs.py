@@ -1,0 +1,355 @@
+"""The page of runs: what came of one, or which of several is the best; how they went, and how to make them again."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shlex
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from drivetrain.config import catalog
+from drivetrain.config.composed import flatten
+from drivetrain.core.machine import files
+from drivetrain.core.options.overrides import key_of
+from drivetrain.core.options.selection import Figure
+from drivetrain.core.typed import JsonObject, is_number
+from drivetrain.run.identity import reads_environment
+from drivetrain.run.reader import Points, RunFiles, differing, read
+from drivetrain.run.result import Result
+from drivetrain.ui import plots
+from drivetrain.ui.pages import charts
+from drivetrain.ui.pages.charts import ChartLine
+from drivetrain.ui.pages.run_table import Target, best_name, common_target, costs, named, rank, table, verdict
+from drivetrain.ui.sheet import (
+    EMPTY,
+    Drawn,
+    PagePart,
+    Section,
+    Sheet,
+    Table,
+    commands,
+    facts,
+    figure,
+    folded,
+    joined,
+    machine,
+    remarks,
+    sentence,
+    setting,
+    under,
+    words,
+)
+from drivetrain.ui.terminal import duration, number
+
+FILE = "report.html"  # in the run's directory
+MOST_AT_END = 4 * files.MB  # bytes of a metrics.jsonl that the end of a run draws: about a quarter of a second
+OVER = ("updates", "samples", "seconds")  # what curves can be drawn over
+MAX_CURVES = 60  # runs with curves
+MOST_TABLES = 6  # runs whose confusion matrices are shown; those of more are in their result.json
+MOST_SETTINGS = 12  # settings that are drawn
+MOST_NAMES = 8  # values of a setting that are no numbers
+OF_TRAINING: dict[str, tuple[str, float, bool]] = {  # figure of a record → title, factor, whether its axis is logarithmic
+    "lr": ("Learning rate", 1.0, False),
+    "grad_norm": ("Gradient norm, before clipping", 1.0, True),
+    "samples_per_second": ("Speed, samples a second", 1.0, False),
+    "data_wait": ("Waiting for data, % of the time", 100.0, False),
+    "memory_bytes": ("Memory in use, GiB", 2.0**-30, False),
+    "cpu_cores": ("Processor cores in use", 1.0, False),
+    "gpu_busy": ("GPU busy, % of the time", 100.0, False),
+    "noise_scale": ("Gradient noise scale, samples", 1.0, True),
+}
+
+
+def write(run_dir: Path, known: tuple[JsonObject, JsonObject] | None = None) -> Path | None:
+    """Write the page at the run's end, where its records are few enough to cost no time; return its path if it was written.
+
+    `known` is as in `reader.read`.
+    """
+    with contextlib.suppress(OSError):  # a full disk loses the page, not the run
+        records = run_dir / "metrics.jsonl"
+        if not records.exists() or records.stat().st_size <= MOST_AT_END:
+            return sheet_of([read(run_dir, known)]).write(run_dir / FILE)
+    return None
+
+
+def sheet_of(
+    runs: Sequence[RunFiles],
+    samples: Sequence[Section] = (),
+    over_seeds: Table | None = None,
+    target: Target = None,
+    folder: Path = Path(),
+) -> Sheet:
+    """The sheet of one run, with sections that show `samples`, or of several: the answer, their table, and what only a page has.
+
+    With a `target` that was asked for, the runs stand by their time to it. The page is in `folder`, from where links lead to the
+    runs' pages.
+    """
+    best, names = sorted(range(len(runs)), key=lambda n: rank(runs[n]))[:MAX_CURVES], named(runs)
+    shown = [(names[n], runs[n]) for n in sorted(best)]  # as they were started
+    if len(runs) == 1:
+        (run,) = runs
+        title, first, body = f"{run.label} – drivetrain run", [], [*_came_of(run), *_curves(shown), *_classes(shown)]
+        body += [*(samples or _no_samples(run)), *_changes(run), *_again(run)]
+    else:
+        title, first = "Runs compared – drivetrain report", _compared(runs, over_seeds, target, folder)
+        body = under("The metric over each setting", PagePart(charts.grid(settings))) if (settings := _settings(runs)) else []
+        again = [(name, f"drivetrain train {shlex.join(overrides_of(each))}".strip()) for name, each in shown]
+        each_of = [part for name, line in again for part in (words(name), commands(line))]
+        body += [*_curves(shown), *_classes(shown)]
+        body += under("How to reproduce them", folded("The command of each run", each_of, len(runs) < 8))
+    body += under("Where it ran" if len(runs) == 1 else "Where they ran", *_environments(runs))
+    return Sheet(title, verdict(runs, target), [*first, PagePart(joined(body))])
+
+
+def _came_of(run: RunFiles) -> list[Section]:
+    """What came of a run: where it is, what is to be said of it, its results, and what it took."""
+    began = float(run.environment.get("time") or 0)
+    started = [time.strftime("started %Y-%m-%d %H:%M", time.localtime(began))] if 0 < began < 1e11 else []
+    body: list[Section] = [remarks(" · ".join([*place_of(run), *started]))]
+    if (result := run.result) is not None:
+        body += [words(*(sentence(f"{remark[:1].upper()}{remark[1:]}") for remark in result.remarks))] if result.remarks else []
+        body += under("What ended it", words(*result.error.splitlines())) if result.error else []
+        body += [*_results(result, run), *_speed(result)]
+    return body
+
+
+def _compared(runs: Sequence[RunFiles], over_seeds: Table | None, target: Target, folder: Path) -> list[Section]:
+    """The table of several runs, what is the same of all, and the rows over seeds."""
+    ranked, of = target is not None, common_target(runs) if target is None else target
+    found, same = table(runs, of, ranked).differing(always=3)
+    said = [f"Curves are those of the best {MAX_CURVES}."] if len(runs) > MAX_CURVES else []
+    if over_seeds is None:
+        said.append("Each config ran with one seed. Several, as in runtime.seed=0,1,2, tell whether a difference is chance.")
+    said += [f"The same for all: {', '.join(f'{name} {cell}' for name, cell in same)}."] if same else []
+    seeds = under("Over seeds", over_seeds) if over_seeds is not None else []
+    return [_drawn(runs, found, of, ranked, folder), remarks(*said), *seeds]
+
+
+def _classes(runs: Sequence[tuple[str, RunFiles]]) -> Iterator[Section]:
+    """The tables of classes: of one run as they are, of several after a click."""
+    for name, result in [(name, run.result) for name, run in runs if run.result and run.result.tables][:MOST_TABLES]:
+        of_what, found = plots.of_result(result.tables)
+        if len(runs) == 1:
+            yield from charts.sections(found, of_what)
+        else:
+            yield folded(f"Classes of {name}", charts.sections(found, f"{name}, {of_what}", 3))
+
+
+def _no_samples(run: RunFiles) -> list[Section]:
+    return under(
+        "Samples with predictions",
+        words("This command adds the worst samples and some others, where the run has kept its weights:"),
+        commands(f"drivetrain report {shlex.quote(place_of(run)[0])}"),
+    )
+
+
+def _winner(runs: Sequence[RunFiles], target: Target, ranked: bool) -> int | None:
+    """The number of the run that is highlighted: the first at the target, or else the best by the metric that all share."""
+    if ranked and target is not None:
+        return 0 if runs[0].to_target(target) is not None else None
+    best = min(range(len(runs)), key=lambda n: rank(runs[n]))
+    return best if not rank(runs[best])[0] and len({r.metric for r in runs if r.metric}) == 1 else None
+
+
+def _drawn(runs: Sequence[RunFiles], found: Table, target: Target, ranked: bool, folder: Path) -> Table:
+    """The table, with the best run highlighted, bars of speed and memory, and links to the runs' pages."""
+    of: dict[str, Callable[[RunFiles], float | None]] = {
+        "samples/s": lambda r: r.result.samples_per_second if r.result else None,
+        "peak memory": lambda r: r.result.peak_memory_bytes if r.result else None,
+        "run time": lambda r: r.result.wall_s if r.result else None,
+    }
+    if target is not None:
+        of |= {name: lambda r: (r.to_target(target) or (None,))[0] for name in found.header if name.startswith("time to ")}
+    found_of = {name: [value(run) for run in runs] for name, value in of.items()}
+    bars = {name: [v if v is not None and 0 < v < charts.LARGEST else None for v in each] for name, each in found_of.items()}
+    winner = _winner(runs, target, ranked)
+    files = [os.path.relpath(page, folder) if (page := run.path / FILE).exists() else "" for run in runs]
+    rows = [[Drawn(str(name), file=file), *row] for file, (name, *row) in zip(files, found.rows, strict=True)]
+    return replace(found, rows=rows, name="The runs", prose=("error", "folder"), sortable=True, winner=winner, bars=bars)
+
+
+def _results(result: Result, run: RunFiles) -> list[Section]:
+    """A row for each set and weights, with the metric that ranks models first."""
+    ranks = (result.selection or {}).get("metric")
+    found = {
+        (of_set, when): figures
+        for of_set in sorted(result.metrics, key=lambda of: of != "test")
+        for when, figures in result.metrics[of_set].items()
+        if figures
+    }
+    names = list(dict.fromkeys(name for figures in found.values() for name in figures if name != "update"))
+    names.sort(key=lambda name: name != ranks)
+    words = {"final": "at the end", "best": best_name(run), "averaged": "averaged weights"}
+    rows: list[list[str]] = []
+    best = None
+    for (of_set, when), figures in found.items():
+        if when == "final" and found.get((of_set, "best"), {}).get("update") == result.updates:
+            continue  # it is the best
+        best = len(rows) if best is None and when == "best" and words["best"] == "best checkpoint" else best
+        cells = [
+            f"{number(figures[name])} {result.uncertainty(of_set, name, figures[name])}".rstrip()
+            if is_number(figures.get(name))
+            else "–"
+            for name in names
+        ]
+        update = figures.get("update", result.updates if when == "final" else None)
+        ended = ", at the end" if when == "best" and update == result.updates else ""
+        rows.append([f"{of_set} set, {words.get(when, when)}{ended}", *cells, f"{update:,}" if isinstance(update, int) else "–"])
+    if not rows:
+        return []
+    return under("Result", Table(["set and weights", *names, "update"], rows, "Result", winner=best))
+
+
+def _speed(result: Result) -> list[Section]:
+    """The speed, the time and the memory of the run."""
+    rows = {
+        "samples/s": figure(result.samples_per_second, "{:,.0f}"),
+        **costs(result),
+        "share of the peak speed (MFU)": f"{100 * result.mfu:.1f} % {result.mfu_note or ''}" if result.mfu is not None else "",
+        "energy of the GPUs": figure(result.energy_joules, "{:,.0f} J"),
+        "the whole run": duration(result.wall_s),
+        "target": str(result.time_to_target or ""),
+        "device": result.device_name or result.device or "",
+        "processes": str(result.world_size) if result.world_size > 1 else "",
+        "samples that could not be read": f"{result.skipped_samples:,}" if result.skipped_samples else "",
+    }
+    return under("What it took", facts([row for row in rows.items() if row[1] not in EMPTY], "Speed, memory and time"))
+
+
+def _curves(runs: Sequence[tuple[str, RunFiles]]) -> list[Section]:
+    """How runs went, over what the reader chooses: their loss and metric, and of one run all that is recorded."""
+    if not any(drawn := [chart for n, over in enumerate(OVER) for chart in _over(runs, over, f"over{n}")]):
+        return []
+    buttons = "".join(
+        f'<input type="radio" name="over" id="over{n}" value="{n}"{" checked" if not n else ""}>'
+        f'<label for="over{n}">{name}</label>'
+        for n, name in enumerate(OVER)
+    )
+    title = "How it went" if len(runs) == 1 else "How they went"
+    return under(title, PagePart(f'<div class="over">Over {buttons}{charts.grid(drawn)}</div>'))
+
+
+def _over(runs: Sequence[tuple[str, RunFiles]], over: str, kind: str) -> Iterator[str]:
+    alone = len(runs) == 1
+    losses = [ChartLine("training" if alone else name, points(run.train, over, "loss")) for name, run in runs]
+    losses += _judged(runs, "loss", over) if alone else []
+    log = charts.spans_decades([y for curve in losses for _, y in curve.points])
+    title = ("Loss" if alone else "Training loss") + (" (logarithmic axis)" if log else "")
+    yield charts.curves(title, losses, over, log, kind=kind)
+    for metric, of_set in [(run.metric[0], run.evaluated.set) for _, run in runs if run.metric][:1]:
+        if not alone or Figure.parse(metric)[:2] != Figure("loss")[:2]:
+            named = f"{Figure.parse(metric).of_weights.replace('_', ' ').capitalize()}, {of_set} set"
+            yield charts.curves(named, _judged(runs, metric, over), over, kind=kind)
+    for name, (title, factor, log) in OF_TRAINING.items() if alone else ():
+        shown = [(x, y * factor) for x, y in points(runs[0][1].train, over, name)]
+        if name == "samples_per_second":
+            shown = shown[1:] or shown  # the first one includes the start
+        yield charts.curves(title, [ChartLine("training", shown)], over, log, kind=kind, zero=True)
+
+
+def _judged(runs: Sequence[tuple[str, RunFiles]], metric: str, over: str) -> list[ChartLine]:
+    """A curve of a figure for each run; of one run for each set that it selects by."""
+    if len(runs) > 1:
+        return [ChartLine(name, points(run.evaluated, over, metric)) for name, run in runs]
+    ((_, run),) = runs
+    known = dict.fromkeys(name for values in run.evaluated.values for name in values)
+    sets = Figure.parse(metric).on_all_sets(known)
+    return [ChartLine(f"{run.evaluated.set} set {of}".rstrip(), points(run.evaluated, over, name)) for of, name in sets.items()]
+
+
+def points(found: Points, over: str, name: str) -> list[tuple[float, float]]:
+    """The values of a figure over updates or seconds, where it has a number."""
+    return [(x, y) for x, y in zip(getattr(found, over), found.curve(name), strict=True) if y is not None]
+
+
+def _settings(runs: Sequence[RunFiles]) -> list[str]:
+    """The best value of the metric over each setting in which the runs differ, and the mean for each of its values."""
+    metric = next((each.metric[0] for each in runs if each.metric), None)
+    found = []
+    given = {key_of(word) for run in runs for word in overrides_of(run)} - {"runtime.seed"}
+    keys = [key for key in differing(runs) if key != "runtime.seed"]
+    for key in ([key for key in keys if key in given] or keys)[:MOST_SETTINGS] if metric is not None else ():
+        points = [(each.config.get(key), best) for each in runs if (best := each.best()) is not None and math.isfinite(best)]
+        numbers = [(float(x), y) for x, y in points if x is not None and is_number(x)]
+        names = sorted({setting(x) for x, _ in points}) if len(numbers) < len(points) else []
+        if len(names) > MOST_NAMES:
+            continue
+        dots = [(float(names.index(setting(x))), y) for x, y in points] if names else numbers
+        log = not names and charts.spans_decades([x for x, _ in dots])
+        means = [(x, statistics.mean(y for each, y in dots if each == x)) for x in sorted({x for x, _ in dots})]
+        title = f"Best {metric} over {key}" + (" (logarithmic axis)" if log else "")
+        curves = [ChartLine("runs", sorted(dots)), *([ChartLine("their mean", means)] if len(means) < len(dots) else [])]
+        found.append(charts.curves(title, curves, key, log_x=log, dots=1, names=names))
+    return found
+
+
+def _changes(run: RunFiles) -> list[Section]:
+    """The settings that the run chose otherwise than the default recipe."""
+    rows = [(key, setting(value, "null"), setting(_default(run.config, key), "null")) for key, value in run.changed.items()]
+    found = Table(("key", "this run", "default"), rows, "Keys that the run set", ("this run", "default"))
+    nothing = words("Nothing." if run.config else "Its recipe.yaml cannot be read.")
+    return under("What differs from the default recipe", found if rows else nothing)
+
+
+def _default(config: dict[str, Any], key: str) -> Any:
+    """The value that drivetrain's own files of options give a key, as it is written there; "–" where they do not say it."""
+    group, _, name = key.partition(".")
+    if not name:
+        return {**catalog.root_config(), **catalog.default_options()}.get(key, "–")
+    option = catalog.option_files().get(group, {}).get(str(config.get(group)))
+    return flatten(dict(catalog.content(option))).get(name, "–") if option else "–"
+
+
+def place_of(run: RunFiles) -> tuple[str, ...]:
+    """The run's folder, as commands name it, and a remark.
+
+    It is called RUN where its path comes from the environment, whose values are written nowhere: they may be secrets.
+    """
+    local = run.environment.get("machine_local")
+    words = [str(local.get("output_dir"))] if isinstance(local, dict) else []
+    words += [word for word in overrides_of(run) if key_of(word).startswith(("output_dir", "hydra."))]
+    return ("RUN", "the folder that this page is in") if any(map(reads_environment, words)) else (str(run.path),)
+
+
+def overrides_of(run: RunFiles) -> list[str]:
+    """The overrides that the run was started with."""
+    found = run.result.overrides if run.result else run.environment.get("overrides", [])
+    return [str(word) for word in found]
+
+
+def _again(run: RunFiles) -> list[Section]:
+    """The commands that make the run again, go on with it, and use it."""
+    place, given = shlex.quote(place_of(run)[0]), overrides_of(run)
+    local = run.environment.get("machine_local")
+    own = [word for word in given if isinstance(local, dict) and key_of(word) in local and key_of(word) != "output_dir"]
+    recipe = shlex.join([f"recipe={place_of(run)[0]}/recipe.yaml", *own])
+    body = [words("The same command again:"), commands(shlex.join(["drivetrain", "train", *given]))]
+    if run.config:
+        body += [words("Every setting as it was then, also where defaults have changed since:")]
+        body.append(commands(f"drivetrain train {recipe}"))
+    body += [
+        words("To go on with it where it ended, evaluate it again, or use it:"),
+        commands(f"drivetrain train resume={place}", f"drivetrain evaluate {place}", f"drivetrain predict {place} FILE"),
+    ]
+    return under("How to reproduce it", *body)
+
+
+def _environments(runs: Sequence[RunFiles]) -> list[Section]:
+    """Each machine once, with the runs on it."""
+    found: dict[str, tuple[Section, list[str]]] = {}
+    for name, run in zip(named(runs), runs, strict=True):
+        known = machine(run.environment)
+        about = known if known.rows else words("It left no record of that.")
+        found.setdefault(about.html, (about, []))[1].append(name)
+    if len(found) == 1:
+        return [about for about, _ in found.values()]
+    return [
+        part for about, of in found.values()
+        for part in (words(f"{'; '.join(of[:20])}{' …' if len(of) > 20 else ''}:"), about)
+    ]  # fmt: skip
