@@ -123,8 +123,7 @@ CASES = {
         lambda: Sum({"dice": DiceLoss(), "cross_entropy": CrossEntropy(class_weights=WEIGHTS)}, [0.5, 2.0]), images, "mask"
     ),
     "next token": (NextToken, tokens, "tokens"),
-    "next token, in chunks": (lambda: NextToken(3), tokens, "tokens"),
-    "next token, z, in chunks": (lambda: NextToken(3, 0.1), tokens, "tokens"),
+    "next token, z, smoothed": (lambda: NextToken(1, 0.1, 0.2), tokens, "tokens"),
     "cross entropy, weights, z": (lambda: CrossEntropy(0.1, WEIGHTS, z_loss=0.1), samples, "class"),
     "cross entropy of pixels, z": (lambda: CrossEntropy(z_loss=0.1), images, "mask"),
     "bce": (lambda: Bce(0.1, WEIGHTS), labels, "labels"),

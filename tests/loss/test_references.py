@@ -256,7 +256,7 @@ def test_a_batch_of_which_nothing_counts_costs_nothing(loss):
     assert not gradient.any()
 
 
-# --- loss.z_loss is PaLM's penalty by hand: with smoothing, weights, ignored items, chunks and soft targets ---
+# --- loss.z_loss is PaLM's penalty by hand: with smoothing, weights, ignored items and soft targets ---
 
 
 Z = 0.3
@@ -294,12 +294,11 @@ def test_with_soft_targets(counted):
     close(loss(output, target), F.cross_entropy(output, target) + Z * by_hand(output).mean())
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("counted", [False, True])
-def test_over_tokens_and_in_chunks(chunks, counted):
+def test_over_tokens(counted):
     output, target = torch.randn(3, 5, 7, requires_grad=True), torch.randint(7, (3, 5))
     target[1, 3:] = -100
-    loss = NextToken(chunks, Z)
+    loss = NextToken(1, Z)
     loss.counted = counted
     flat, kept = output.flatten(0, 1), target.flatten() != -100
     expected = F.cross_entropy(flat, target.flatten()) + Z * by_hand(flat)[kept].mean()

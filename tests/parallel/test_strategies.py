@@ -207,6 +207,11 @@ AS_ONE = [
         case([*TEXT, *STEPS, "batch.accumulation_steps=2", "clip=norm", "updates=4"], strategy, 1e-4)
         for strategy in ("pipeline", "fsdp", "tensor", "tensor × fsdp")
     ),
+    *(
+        case([*TEXT, *STEPS, "batch.accumulation_steps=2", "updates=4"], strategy, 1e-4, "loss.chunks=3", short=short)
+        for strategy, short in (("ddp", True), ("fsdp", True), ("tensor", False))
+    ),
+    case([*TEXT, "compile=inductor", "updates=4"], "ddp", 1e-4, "loss.chunks=3"),
     *(case([*HALVES, "compile=regional", "compile.block=Block"], s, 1e-4) for s in ("ddp", "fsdp", "tensor", "pipeline")),
     *(case([*HALVES, "compile=inductor"], strategy, 1e-4) for strategy in ("ddp", "fsdp", "tensor")),
 ]  # fmt: skip

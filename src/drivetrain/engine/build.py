@@ -320,6 +320,7 @@ def _build_model(context: RunContext, debug: Debug) -> tuple[torch.nn.Module, fl
     model = precision.convert(model, context.example)
     # Gradcheck copies the modules, so it runs before anything patches their forwards.
     debug.check_model(model, context.loss, context.train_data)
+    _log(context.loss.read(model, context))
     # Activation checkpointing patches forwards in place, inside what compile traces and DDP wraps; parameter names stay plain.
     Checkpointing.of(run).apply(model)
     # Sharding is in place too; compile traces the sharded modules.

@@ -60,6 +60,10 @@ class Loss(Option, groups.Loss):
     def setup(self, context: BuildContext) -> None:
         """Prepare this copy for its run: on the run's device, with weights counted from the training data."""
 
+    def read(self, model: torch.nn.Module, context: BuildContext) -> Iterator[str]:
+        """Prepare for what it reads of the model beside its output. Yields lines to log. Raises UserError."""
+        return iter(())
+
     def input_shape(self, shape: Tree) -> Tree:
         """Return the shape of one input as the model gets it, for data whose inputs have this `shape`."""
         return shape

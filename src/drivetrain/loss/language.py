@@ -5,63 +5,115 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.machine.device import sum_dtype
 from drivetrain.core.options.option import BuildContext, Count, NonNegative, RunSpec, Share
 from drivetrain.core.step import rng
-from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.microbatch import MicroBatch, Request
 from drivetrain.core.step.source import PipelineParts
 from drivetrain.core.step.target_kinds import TargetKind
-from drivetrain.core.step.trees import Tree, shape_of
-from drivetrain.loss.base import Loss, too_few
+from drivetrain.core.step.trees import Forward, Tree, shape_of
+from drivetrain.loss.base import SMALLEST, Loss, too_few, wide
 from drivetrain.loss.classification import lowest_and_highest
+
+if TYPE_CHECKING:
+    from drivetrain.loss.parted_head import PartedHead
 
 PADDING = -100  # a target that does not count
 STREAM = 15  # of the random numbers of samples
 MASKED, CHANGED = 0.8, 0.9  # of the tokens that are hidden: become the mask's token, or any other
-PART = 1 << 26  # logits of which the loss is computed at a time: 256 MiB in float32
+PART = 12 << 20  # logits that exist at a time: 48 MiB in float32
+LARGE = 1 << 15  # classes from which on the loss is computed without all logits
 
 
 class NextToken(Loss):
     """Cross entropy of the next token. An evaluation reports it in nats, and in bits per token (here a token is a byte).
 
-    With `chunks` the loss is computed in that many parts, each of them again in the backward. Then the float32 logits and
-    their softmax exist for one part at a time: with a large vocabulary they are most of a model's memory. By default a part has
-    at most 2^26 logits, so that small batches and vocabularies are one part. `z_loss` adds to
-    each token's loss so much of the square of its logits' logsumexp, in training (PaLM, Chowdhery et al. 2022).
+    With `chunks` the model's output layer and the loss are computed together for so many parts of the tokens, so that the
+    logits exist for one part at a time: with a large vocabulary they are most of a model's memory. By default that is so from
+    32,768 classes on, where the output layer is one product, in parts of 12 million logits; an evaluation does it too where no
+    metric takes the logits. `z_loss` adds to each token's loss so much of the square of its logits' logsumexp, in training (PaLM,
+    Chowdhery et al. 2022).
     """
 
     metrics = ("loss", "bits_per_byte")
     best = ("bits_per_byte", min)
     takes: tuple[TargetKind, ...] = ("tokens",)
+    head: PartedHead | None = None  # the model's output layer, where its logits are computed in parts
 
     def resolve(self, run: RunSpec) -> Self:
         if run.data.byte_tokens:
             return self
         return self.with_values(metrics=("loss", "bits_per_token"), best=("bits_per_token", min))
 
-    def __init__(self, chunks: Count | Literal["auto"] = "auto", z_loss: NonNegative = 0.0) -> None:
-        self.chunks, self.z_loss = chunks, z_loss
+    def __init__(self, chunks: Count | Literal["auto"] = "auto", z_loss: NonNegative = 0.0, label_smoothing: Share = 0.0) -> None:
+        self.chunks, self.z_loss, self.label_smoothing = chunks, z_loss, label_smoothing
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if self.chunks not in ("auto", 1) and (why := self._obstacle(run)):
+            yield f"{self.target_key}.chunks={self.chunks} computes the output layer in parts, and {why}: set it to 1"
+
+    def _obstacle(self, run: RunSpec) -> str:
+        """Why the output layer cannot be computed with the loss, as far as the options show; else ""."""
+        if self.target_key != "loss":
+            return "a sum of losses takes whole outputs"
+        if (
+            run.compile.torchscript or run.parallel.thread_per_device or not run.parallel.own_forward
+        ):  # dp's threads share the layer
+            return f"{run.named('compile' if run.compile.torchscript else 'parallel')} does not run it in the step's own forward"
+        return ""
 
     def setup(self, context: BuildContext) -> None:
         # Where each token of a sample is a target, and the lengths are known, the batch weights micro-batches by them already.
         weighed = context.batch.lengths is not None and context.batch.weighs_by_length
         self.counted = not (weighed and context.run.data.each_token_counts)
 
+    def read(self, model: torch.nn.Module, context: BuildContext) -> Iterator[str]:
+        if self.chunks == 1 or (self.chunks == "auto" and context.data.classes < LARGE):
+            return
+        from drivetrain.loss.parted_head import PartedHead
+
+        found = self._obstacle(context.run) or PartedHead.of(model, context)
+        if not isinstance(found, str):
+            self.head = found
+        elif self.chunks == "auto":
+            yield f"the loss takes all logits at once: {found}"
+        else:
+            raise UserError(f"loss.chunks={self.chunks} computes the output layer in parts, and {found}: set loss.chunks=1")
+
+    def step(self, forward: Forward, batch: MicroBatch) -> torch.Tensor:
+        if self.head is None:
+            return super().step(forward, batch)
+        sums, output = self._in_parts(self.head, forward, batch, self.z_loss, self.label_smoothing)
+        count = self.count(batch.y).to(sums.dtype)
+        return (sums[0] + output.sum()) / (count.clamp(min=SMALLEST) if self.counted else count)  # of no logits: 0
+
+    def evaluate(self, forward: Forward, batch: MicroBatch, need_output: bool) -> tuple[Tree, torch.Tensor]:
+        if self.head is None or need_output:
+            return super().evaluate(forward, batch, need_output)
+        sums, output = self._in_parts(self.head, forward, batch)
+        loss, right = sums.to(sum_dtype(sums.device)).unbind()
+        return output, self.reported(loss, right, self.count(batch.y))
+
+    def _in_parts(
+        self, head: PartedHead, forward: Forward, batch: MicroBatch, z_loss: float = 0.0, smoothing: float = 0.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = batch.y.numel() * head.layer.out_features
+        parts = math.ceil(logits / PART) if self.chunks == "auto" else self.chunks
+        return head.sums(lambda: forward(batch.x), batch.y, parts, z_loss, smoothing)
+
     def __call__(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         """Mean loss of logits (n, length, classes) against tokens (n, length); targets of -100 (padding) do not count."""
         if self.counted:
             return super().__call__(output, target)
-        if self._parts(output) == 1:
-            return _token_loss(output, target, "mean", self.z_loss)
-        found: torch.Tensor = self._sum(output, target) / (target != PADDING).sum()
-        return found
+        return self._loss(output, target, "mean")
 
     def sum_and_count(self, output: torch.Tensor, target: Tree) -> tuple[torch.Tensor, torch.Tensor]:
-        total = self._sum(output, target)
+        total = self._loss(output, target, "sum")
         return total, self.count(target).to(total.dtype)
 
     def count(self, target: Tree) -> torch.Tensor:
@@ -79,25 +131,17 @@ class NextToken(Loss):
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
         return too_few(output[-1], classes, "tokens")
 
-    def _parts(self, output: torch.Tensor) -> int:
-        return math.ceil(output.numel() / PART) or 1 if self.chunks == "auto" else self.chunks
-
-    def _sum(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if (parts := self._parts(output)) == 1:
-            return _token_loss(output, target, "sum", self.z_loss)
-        from torch.utils.checkpoint import checkpoint
-
-        def part(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-            arguments = (_token_loss, logits, tokens, "sum", self.z_loss)
-            return checkpoint(*arguments, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
-
-        rows = zip(output.flatten(0, 1).chunk(parts), target.flatten().chunk(parts), strict=True)
-        return torch.stack([part(*row) for row in rows]).sum()
+    def _loss(self, output: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
+        return _token_loss(output, target, reduction, self.z_loss, self.label_smoothing)
 
     def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
-        """Sums of the loss in nats and in bits, and the number of tokens (3,)."""
+        """What an evaluation sums over a batch: see `reported`."""
         loss = _token_loss(output, target, "sum").to(sum_dtype(output.device))
-        return torch.stack([loss, loss / math.log(2), (target >= 0).sum().to(loss.dtype)])
+        return self.reported(loss, (output.argmax(-1) == target).sum(), self.count(target))
+
+    def reported(self, loss: torch.Tensor, right: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """Sums of the loss in nats and in bits, and the number of tokens (3,)."""
+        return torch.stack([loss, loss / math.log(2), count])
 
 
 class TokenClass(NextToken):
@@ -114,11 +158,9 @@ class TokenClass(NextToken):
     def setup(self, context: BuildContext) -> None:
         self.counted = True  # not every token has a class
 
-    def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
+    def reported(self, loss: torch.Tensor, right: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         """Sums of the loss and of what is right, and the number of tokens that have a class (3,)."""
-        loss = _token_loss(output, target, "sum").to(sum_dtype(output.device))
-        correct, count = (output.argmax(-1) == target).sum(), (target != PADDING).sum()
-        return torch.stack([loss, correct.to(loss.dtype), count.to(loss.dtype)])
+        return torch.stack([loss, right.to(loss.dtype), count])
 
 
 class MaskedToken(TokenClass):
@@ -132,8 +174,14 @@ class MaskedToken(TokenClass):
     takes = ("tokens",)
     masks_tokens = True
 
-    def __init__(self, share: Share = 0.15, chunks: Count | Literal["auto"] = "auto", z_loss: NonNegative = 0.0) -> None:
-        super().__init__(chunks, z_loss)
+    def __init__(
+        self,
+        share: Share = 0.15,
+        chunks: Count | Literal["auto"] = "auto",
+        z_loss: NonNegative = 0.0,
+        label_smoothing: Share = 0.0,
+    ) -> None:
+        super().__init__(chunks, z_loss, label_smoothing)
         self.share = share
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -180,10 +228,12 @@ class Masking:
         """Return None: texts are read whole."""
 
 
-def _token_loss(output: torch.Tensor, target: torch.Tensor, reduction: str, z_loss: float = 0.0) -> torch.Tensor:
-    logits = output.float() if output.dtype.itemsize < 4 else output  # 16 bits are too few for a sum over tokens
-    logits, target = logits.flatten(0, -2), target.flatten()
-    loss = torch.nn.functional.cross_entropy(logits, target, reduction=reduction, ignore_index=PADDING)
+def _token_loss(
+    output: torch.Tensor, target: torch.Tensor, reduction: str, z_loss: float = 0.0, smoothing: float = 0.0
+) -> torch.Tensor:
+    logits, target = wide(output).flatten(0, -2), target.flatten()
+    cross_entropy = torch.nn.functional.cross_entropy
+    loss = cross_entropy(logits, target, reduction=reduction, ignore_index=PADDING, label_smoothing=smoothing)
     if not z_loss:
         return loss
     counts = target != PADDING
