@@ -97,6 +97,8 @@ class Instructions(Jsonl):
         if self._template is None:
             found = ChatTemplate() if self._model is None else ChatTemplate.of(self._model.tokenizer_files()[1])
             if found.text != DEFAULT:  # a stranger's: it may loop for days
+                from transformers.utils import chat_template_utils  # noqa: F401 - its import takes longer than a template may
+
                 _: list[str] = answer_of(lambda answer: answer(found.ends), "the chat template of the model's folder", TEMPLATE_S)
             self._template = found
         return self._template
