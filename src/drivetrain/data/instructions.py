@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -99,7 +99,7 @@ class Instructions(Jsonl):
             if found.text != DEFAULT:  # a stranger's: it may loop for days
                 from transformers.utils import chat_template_utils  # noqa: F401 - its import takes longer than a template may
 
-                _: list[str] = answer_of(lambda answer: answer(found.ends), "the chat template of the model's folder", TEMPLATE_S)
+                answer_of(found.try_once, "the chat template of the model's folder", TEMPLATE_S)
             self._template = found
         return self._template
 
@@ -268,6 +268,12 @@ class ChatTemplate:
         text, spans = self.conversation([{"role": "user", "content": "question"}, {"role": ANSWERS, "content": "answer"}])
         after = text[: spans[-1][1]].rpartition("answer")[2].strip() if spans else ""
         return [end for end in dict.fromkeys([after, self.special.get("eos_token", "")]) if end]
+
+    def try_once(self, answer: Callable[[bool], None]) -> None:
+        """Write two messages, whatever it says of them, and answer."""
+        with suppress(DataError):
+            self.prompt([{"role": "user", "content": "question"}, {"role": ANSWERS, "content": "answer"}])
+        answer(True)
 
     @property
     def _marks(self) -> bool:
