@@ -16,8 +16,8 @@ from tests.support import slow
 
 WAYS = {
     "plain": [],
-    "threads": ["loader=threads", "loader.num_threads=2"],
-    "workers": ["loader=workers", "loader.num_workers=1"],
+    "threads": ["data=digits", "loader=threads", "loader.num_threads=2"],
+    "workers": ["data=digits", "loader=workers", "loader.num_workers=1"],
     "best, averaged": ["saving=best", "saving.asynchronous=true", "ema=ema", "metrics=[f1]"],
     "all loggers": ["logger=[files,csv,tensorboard]", "runtime.threads=2"],
 }
@@ -63,7 +63,7 @@ def test_runs_leave_nothing_in_their_process(train, way, runs):
 
 
 @pytest.mark.parametrize(("updates", "epochs"), slow.but(lambda case: case[0] < 100, [(40, 5), (2_000, 2), (200, 200)]))
-@pytest.mark.parametrize("way", ["plain", "threads", "best, averaged"])
+@pytest.mark.parametrize("way", ["plain", "best, averaged", "all loggers"])
 def test_updates_and_evaluations_leave_nothing_in_their_run(make, monkeypatch, way, updates, epochs):
     """Looked at after each record and each evaluation."""
     samples = -(-updates // epochs) * 8
