@@ -462,15 +462,15 @@ def test_a_study_that_was_changed_is_refused_or_gives_none_of_its_values(tmp_pat
         file.write_bytes(content)
         with pytest.raises(UserError, match=r"study.db is no study of Optuna's"):
             a_search(tmp_path / "s", *words)
-    file.unlink()
-    study = optuna.create_study(storage=f"sqlite:///{file}", study_name="search", direction="maximize")
-    for axis in (CategoricalDistribution(["0.1 trust=[evil]"]), FloatDistribution(1.0, 1e9)):
+    for number, axis in enumerate((CategoricalDistribution(["0.1 trust=[evil]"]), FloatDistribution(1.0, 1e9))):
+        file = tmp_path / f"{number}.db"
+        study = optuna.create_study(storage=f"sqlite:///{file}", study_name="search", direction="maximize")
         value = axis.choices[0] if isinstance(axis, CategoricalDistribution) else 2.0
         study.add_trial(optuna.create_trial(params={"optimizer.lr": value}, distributions={"optimizer.lr": axis}, value=0.9))
-    sweep, search = a_search(tmp_path / "t", *words)
-    (tmp_path / "t" / "study.db").write_bytes(file.read_bytes())
-    sweep, search = a_search(tmp_path / "t", *words)
-    assert (search.kept, sweep.entries) == ([], [])
+        a_search(tmp_path / f"{number}", *words)
+        (tmp_path / f"{number}" / "study.db").write_bytes(file.read_bytes())
+        sweep, search = a_search(tmp_path / f"{number}", *words)
+        assert (search.kept, sweep.entries) == ([], [])
 
 
 def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
