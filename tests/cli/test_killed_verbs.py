@@ -77,20 +77,27 @@ def moments(writes: int, whole: bool) -> Iterator[int]:
     ("verb", "whole"), slow.but(lambda case: not case[1], [*((verb, False) for verb in VERBS), *((verb, True) for verb in VERBS)])
 )
 def test_a_verb_that_is_killed_leaves_whole_files_and_can_be_repeated(finished, tmp_path, monkeypatch, verb, whole):
-    words, name = VERBS[verb]
-    shutil.copytree(finished, tmp_path / "first" / "run")
-    monkeypatch.chdir(tmp_path / "first")
-    code, writes = killed(words)
-    assert (code, writes > 0) == (0, True)
-    expected = Path(name).read_bytes()
-    for at in moments(writes, whole):
-        place = tmp_path / str(at)
+    (words, name), place = VERBS[verb], tmp_path / "place"
+
+    def anew() -> bytes | None:
+        monkeypatch.chdir(tmp_path)
+        shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(finished, place / "run")
         monkeypatch.chdir(place)
-        before = Path(name).read_bytes() if Path(name).exists() else None
+        return content()
+
+    def content() -> bytes | None:
+        return Path(name).read_bytes() if Path(name).exists() else None
+
+    anew()
+    code, writes = killed(words)
+    assert (code, writes > 0) == (0, True)
+    expected, names = content(), {path.name for path in place.iterdir()}
+    for at in moments(writes, whole):
+        before = anew()
         assert killed(words, at)[0] == -signal.SIGKILL, at
-        found = Path(name).read_bytes() if Path(name).exists() else None
+        found = content()
         assert found in (before, expected) or (verb in CHANGING and found is not None and found.rstrip().endswith(b"</html>")), at
         assert killed(words)[0] == 0
-        assert Path(name).read_bytes() == expected or verb in CHANGING
-        assert {p.name for p in place.iterdir()} == {p.name for p in (tmp_path / "first").iterdir()}, at
+        assert content() == expected or verb in CHANGING, at
+        assert {path.name for path in place.iterdir()} == names, at
