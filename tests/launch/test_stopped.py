@@ -250,7 +250,12 @@ TRAIN, OF_TWO = ("train",), ("train", "-m", "optimizer=sgd,adamw")
 COMPARE, ABLATE = ("compare", "optimizer=sgd,adamw"), ("ablate", "recipe=digits_fast", "baseline=naive", "rounds=9")
 TUNE, DOCTOR, FORK = ("tune", "what=lr"), ("doctor",), ("fork",)
 WAYS = ((), TWO_RANKS, FSDP, WORKERS, THREADS)
-HOWS = ("INT", "TERM", "KILL", "KILL the first child", "KILL the last child")  # a launcher; a rank, or a loader's worker
+HOWS = (
+    "INT",
+    "TERM",
+    "KILL",
+    *(f"{name} the {which} child" for name in ("KILL", "TERM") for which in ("first", "last")),
+)  # a launcher; a rank, or a loader's worker
 CASES = [
     *itertools.product((TRAIN, OF_TWO, FORK), WAYS, HOWS),
     *itertools.product((COMPARE, TUNE, DOCTOR), WAYS, HOWS[:3]),
