@@ -18,7 +18,8 @@ WAYS = {
     "plain": [],
     "threads": ["data=digits", "loader=threads", "loader.num_threads=2"],
     "workers": ["data=digits", "loader=workers", "loader.num_workers=1"],
-    "best, averaged": ["saving=best", "saving.asynchronous=true", "ema=ema", "metrics=[f1]"],
+    "best, averaged": ["saving=best", "ema=ema", "metrics=[f1]"],
+    "asynchronous": ["saving=best", "saving.asynchronous=true"],  # within a run it holds what is being written
     "all loggers": ["logger=[files,csv,tensorboard]", "runtime.threads=2"],
 }
 MIB = 2**20
