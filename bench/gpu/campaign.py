@@ -371,7 +371,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("clock", ("launch-bound eager", "launch-bound whole step", "launch-bound CUDA graph")),
     ("smoke", ("doctor", "compare")),  # do they say what is so?
     # Is it fast? Beside torch's naive loop, one written by hand, and timm's; then a language model with its true head.
-    ("speed", ("ceilings", "resnet50 more", "gpt2", "small images", "lora 7b", "jpeg", "jpeg fed")),
+    ("speed", ("ceilings", "resnet50 more", "gpt2", "small images", "lora 7b", "jpeg", "jpeg fed", "time to target")),
     ("smoke", (  # does it start?
         "precision=bf16", "compile=inductor", "compile=step", "compile=cudagraph", "compile=regional", "loader=device",
         "loader=resident", "loader=threads", "loader=workers", "precision=amp", "precision=tf32", "precision=bf16_pure",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import harness
-from bench.gpu import campaign, loops
+from bench.gpu import campaign, loops, target
 from bench.gpu.campaign import Row
 from bench.gpu.loops import Work
 from bench.harness import Variant
@@ -167,6 +167,7 @@ def rows(device: str, folder: Path) -> list[Row]:
     add("ladder", measure, images, ladder(images))
     add("fed", fed, images, folder / "packed")
     add("lora 7b", lora, device, folder)
+    add("time to target", target.to_target, device)
     add("jpeg", jpeg, device, folder / "jpeg")
     add("jpeg fed", jpeg_fed, images, folder / "files")
     return list(found.values())
