@@ -16,6 +16,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.step import low_rank
 from drivetrain.core.step.low_rank import merged
 from drivetrain.inference.evaluation import evaluate
+from drivetrain.launch import launcher
 from drivetrain.model import gpt
 from tests.support.command import tensors
 from tests.support.same_end import resumed
@@ -322,3 +323,20 @@ def test_a_stage_may_change_the_dropout(train):
         "adapter=lora", "adapter.rank=2", "adapter.dropout=0.1", "updates=4", "stages=[{until: 2, adapter.dropout: 0.5}]"
     )
     assert (result.status, result.updates) == ("completed", 4), result.error
+
+
+@pytest.mark.parametrize(
+    ("words", "base"),
+    [
+        (["precision=bf16"], "bf16"),
+        (["precision=fp32"], "full"),
+        (["precision=amp"], "full"),  # float16 has other numbers
+        (["precision=bf16", "adapter=dora"], "full"),
+        (["precision=bf16", "adapter.base=full"], "full"),
+        (["precision=bf16", "parallel=fsdp"], "full"),
+        (["precision=bf16", "parallel=ddp"], "bf16"),
+    ],
+)
+def test_frozen_weights_have_16_bits_where_the_step_rounds_them_so(words, base, tiny):
+    run = launcher.prepare(tiny("model=mlp", "adapter=lora", *words)).run
+    assert run.adapter.base == base

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -40,7 +40,7 @@ class Lora(Adapter):
     `targets` are patterns of layers; null means every Linear that the forward calls, but the one that gives the outputs. That
     one trains as a whole, as far as no other layer shares its weight; `train_also` names other parameters instead. `weights` is a
     folder of peft whose adapters are the start. With `base` bf16, int8 or nf4 the weights of the corrected layers are kept in 16,
-    8 or 4 bits.
+    8 or 4 bits; by default in 16 where autocast computes in bfloat16, and would round them so in each forward.
     """
 
     effect = "changes"
@@ -56,12 +56,17 @@ class Lora(Adapter):
         dropout: Momentum = 0.0,
         targets: Sequence[NamePattern] | None = None,
         train_also: Sequence[NamePattern] | None = None,
-        base: Literal["full", "bf16", "int8", "nf4"] = "full",
+        base: Literal["auto", "full", "bf16", "int8", "nf4"] = "auto",
         weights: str | None = None,
     ) -> None:
         self.base = base
         self.rank, self.alpha, self.dropout, self.weights = rank, alpha, dropout, weights
         self.targets, self.train_also = targets, train_also
+
+    def resolve(self, run: RunSpec) -> Self:
+        """Choose the base: 16 bits where the step rounds to them, and every rank has whole weights."""
+        rounds = run.precision.dtype == "bfloat16" and self.true_gradient and run.parallel.whole_model
+        return self.with_values(base="bf16" if rounds else "full") if self.base == "auto" else self
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         name = run.named("adapter")
