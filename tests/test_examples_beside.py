@@ -45,6 +45,7 @@ EXAMPLES = {
     "diffusion": Example(ends=True),
     "dino": Example(),
     "clip": Example(learns=True),
+    "maml": Example(),
 }
 
 

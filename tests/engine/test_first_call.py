@@ -17,7 +17,9 @@ import torch
 import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.core.user.call import bound
+from drivetrain.core.world import World
 from drivetrain.inference.loaded import load
+from tests.parallel.conftest import ranks  # noqa: F401 (fixture)
 from tests.support import odd_calls
 
 WORDS = [
@@ -32,6 +34,8 @@ RUNS_MODEL = {  # kind → the run's words
     ],
     "a method of the module": [*VALUES, "model.target=odd_calls.Stepping", "loss.target=odd_calls.stepping"],
     "parts alone": [*VALUES, "model.target=odd_calls.Parts", "loss.target=odd_calls.parts"],
+    "remembers": [*VALUES, "model.target=odd_calls.Counts", "loss.target=odd_calls.Remembers"],
+    "other weights": [*VALUES, "model.target=odd_calls.Net", "loss.target=odd_calls.elsewhere"],
     "a forward that needs gradients": [*VALUES, "model.target=odd_calls.Slope", "loss.target=odd_calls.slope"],
 }  # fmt: skip
 KINDS = RUNS_MODEL | {
@@ -65,7 +69,7 @@ def built(trainer_of: Callable[..., Any]) -> Callable[..., Any]:
     """`built(*words)`: the trainer of a run, not started."""
     from drivetrain.launch.job import prepare
 
-    return lambda *words: trainer_of(prepare([*WORDS, *words]))
+    return lambda *words, **where: trainer_of(prepare([*WORDS, *words]), **where)
 
 
 def losses(*words: str) -> list[float]:
@@ -96,7 +100,7 @@ def test_whatever_takes_the_example_can_try_the_model(built, kind, taker):
             built(*KINDS[kind], taker)
         except UserError as error:
             found = str(error)
-            assert "compile=jit c" in found  # cannot trace, or compiles the forward
+            assert "compile=jit c" in found or "compile=jit has recorded" in found  # cannot trace, or compiles the forward
     else:
         built(*KINDS[kind], taker)
 
@@ -143,6 +147,14 @@ def test_what_the_loss_keeps_and_draws_is_as_before(built):
     assert torch.equal(loss.draws.get_state(), torch.Generator().manual_seed(3).get_state())
 
 
+def test_what_model_and_loss_remember_is_as_before(built):
+    """Counts, lists and copies of the model that a trial makes are no part of the training."""
+    trainer = built(*KINDS["remembers"])
+    trainer.evaluator.check()
+    assert vars(trainer.evaluator.loss.function) == {"calls": 0, "queue": []}
+    assert (trainer.model.calls, trainer.model.means, trainer.model.seen) == (0, [], None)
+
+
 def test_what_was_called_is_what_a_call_takes():
     def given(*given, **keywords):
         return bound(lambda x, y=0, *, z=0: None, given, keywords)
@@ -185,8 +197,54 @@ def test_an_update_that_is_split_is_the_same_or_refused(loss, told):
         return
     whole = losses(*words)
     assert losses(*split) == pytest.approx(whole, rel=1e-5)
-    ranks = [*words, "batch=accumulate", "batch.accumulation_steps=2", "parallel=ddp", "parallel.nproc=2"]
-    assert losses(*ranks) == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("words", [
+    [*VALUES, "model.target=odd_calls.Pairs", "loss.target=odd_calls.Alike"],
+    [*VALUES, "model.target=odd_calls.Single", "loss.target=odd_calls.Told"],
+    [*VALUES, "model.target=odd_calls.Single", "loss.target=odd_calls.elsewhere"],
+], ids=["Alike", "Told", "other weights"])  # fmt: skip
+def test_two_ranks_make_the_updates_of_one(built, ranks, words):  # noqa: F811
+    """Also in two micro-batches each, and where an epoch's last batch is smaller."""
+    words = [*words, "data.drop_last=false", "updates=4"]
+
+    def trained(world: World) -> tuple[list[float], list[Any]]:
+        split = ["batch=accumulate", "batch.accumulation_steps=2", "parallel=ddp", "parallel.nproc=2"] if world.size > 1 else []
+        trainer = built(*words, *split, world=world)
+        trainer.fit()
+        losses = [record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"]
+        return losses, [p.detach().numpy() for p in trainer.model.parameters()]
+
+    expected, weights = trained(World())
+    first, second = ranks(trained)
+    assert first[0] == pytest.approx(expected, rel=1e-5)
+    for one, other, of_one in zip(first[1], second[1], weights, strict=True):
+        assert one.tolist() == other.tolist()
+        assert one == pytest.approx(of_one, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind == "dicts taken apart" else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in RUNS_MODEL
+        if kind != "remembers"  # a graph holds no copies
+    ],
+)
+def test_a_step_that_calls_the_model_is_a_graph(built, kind, monkeypatch):
+    """Recorded as compile=step does, and run as recorded: the weights are those of the plain step."""
+    import torch._inductor
+
+    graphs = []
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, options=None: graphs.append(graph) or graph)
+    plain = built(*KINDS[kind])
+    plain.fit()
+    compiled = built(*KINDS[kind], "compile=step")
+    compiled.fit()
+    torch._dynamo.reset()
+    assert graphs or kind in ("keywords of its own",)
+    for (name, ours), theirs in zip(compiled.model.state_dict().items(), plain.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "one at a time"])

@@ -1,11 +1,14 @@
 """A Dataset's files, connections and buffers: every loader reads what one process reads, or says what cannot be shared."""
 
 import functools
+import multiprocessing
 import os
 import socket
 import sqlite3
+import subprocess
 import tarfile
 import threading
+import types
 import zipfile
 from io import BytesIO
 
@@ -18,13 +21,13 @@ from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.machine import open_files
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
-from drivetrain.data import sharing
 from drivetrain.data.collation import OwnCollate, Stack
 from drivetrain.data.own import OwnSource
 from drivetrain.loader import Loader, Pipeline
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 from tests.loader.test_loader import LOADERS
+from tests.parallel.conftest import ranks  # noqa: F401 (fixture)
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores: on purpose
 CPU = torch.device("cpu")
@@ -207,6 +210,74 @@ class Server(Rows):
         return values()[self.theirs.recv(1)[0]].tobytes()
 
 
+class Guarded(Rows):
+    """The same, with a lock."""
+
+    def __init__(self, path) -> None:
+        super().__init__(path)
+        self.pool = types.SimpleNamespace(lock=threading.Lock())
+        self.pool.db, self.pool.theirs = socket.socketpair()
+
+    def read(self, index):
+        with self.pool.lock:
+            self.pool.db.sendall(bytes([index]))
+            return values()[self.pool.theirs.recv(1)[0]].tobytes()
+
+
+class Program(Rows):
+    """Another program that answers; a lock of other things is beside it."""
+
+    def __init__(self, path) -> None:
+        super().__init__(path)
+        self.parts = {"program": subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)}
+        self.counts = types.SimpleNamespace(lock=threading.Lock())
+
+    def read(self, index):
+        self.parts["program"].stdin.write(bytes([index]))
+        return values()[self.parts["program"].stdout.read(1)[0]].tobytes()
+
+    def __del__(self) -> None:
+        self.parts["program"].kill()
+        self.parts["program"].communicate()
+
+
+class Piped(Rows):
+    """A pipe's two ends, as those of a program."""
+
+    def __init__(self, path) -> None:
+        super().__init__(path)
+        ours, theirs = os.pipe()
+        self.answers, self.asks = open(ours, "rb"), open(theirs, "wb", buffering=0)  # noqa: SIM115
+
+    def read(self, index):
+        self.asks.write(bytes([index]))
+        return values()[self.answers.read(1)[0]].tobytes()
+
+
+class Proxied(Rows):
+    """A pipe of multiprocessing."""
+
+    def __init__(self, path) -> None:
+        super().__init__(path)
+        self.pool = types.SimpleNamespace(ends=multiprocessing.Pipe())
+
+    def read(self, index):
+        self.pool.ends[0].send(index)
+        return values()[self.pool.ends[1].recv()].tobytes()
+
+
+class Managed(Rows):
+    """A value in another process, which multiprocessing's proxy asks by a connection of each thread and process."""
+
+    def __init__(self, path) -> None:
+        super().__init__(path)
+        self.manager = multiprocessing.Manager()
+        self.rows, self.done = self.manager.list([row.tobytes() for row in values()]), multiprocessing.Queue()
+
+    def read(self, index):
+        return self.rows[index]
+
+
 class Hdf5(Rows):
     def __init__(self, path) -> None:
         super().__init__(path)
@@ -245,10 +316,16 @@ class Zarr(Rows):
 
 NOT_BY_THREADS = {
     Opened: "data.f", Lazy: "data.f", Behind: "", Writable: "data.f", Tar: "data.tar.fileobj", Scratch: "",
-    Database: "same thread", Cursor: "",
+    Database: "data.db (Connection) is a connection", Cursor: "data.db (Connection) is a connection",
+    Server: "data.db (socket) is a connection", Program: "data.parts.program (Popen) is a connection",
+    Piped: "data.answers (BufferedReader) is a connection", Proxied: "data.pool.ends.0 (Connection) is a connection",
 }  # fmt: skip
-NOT_BY_PROCESSES = {Writable: "data.f is an open file", Server: r"data.db \(socket\) is a connection"}
-BY_ALL = [Zip, Anew, Pread, Locked, EachThread, Mapped, Hdf5, Lmdb, Zarr]
+NOT_BY_PROCESSES = {
+    Writable: "data.f is an open file", Server: r"data.db \(socket\) is a connection",
+    Program: r"data.parts.program \(Popen\) is a connection", Piped: r"data.answers \(BufferedReader\) is a connection",
+    Proxied: r"data.pool.ends.0 \(Connection\) is a connection", Guarded: r"data.pool.db \(socket\) is a connection",
+}  # fmt: skip
+BY_ALL = [Managed, Zip, Anew, Pread, Locked, EachThread, Mapped, Hdf5, Lmdb, Zarr]
 
 
 @pytest.fixture
@@ -274,20 +351,16 @@ def read(loader: Loader, work: Pipeline, epochs: int = 1) -> torch.Tensor:
 FEW = ("workers(1)", "threads(3)", "resident")  # those that the normal suite asks
 
 
-# Whether threads mix up a connection's answers is chance: reads by turns keep their order.
 ROWS = [
     pytest.param(kind, name, marks=[] if name in FEW else pytest.mark.slow)
-    for kind in (*NOT_BY_THREADS, Server, *BY_ALL)
+    for kind in (*NOT_BY_THREADS, Guarded, *BY_ALL)
     for name in LOADERS
-    if not (kind is Server and "threads" in name)
 ]
 
 
 @pytest.mark.parametrize(("kind", "name"), ROWS)
 def test_every_loader_reads_right_or_refuses(kind, name, path, monkeypatch):
     monkeypatch.setattr("drivetrain.loader.auto.ROUNDS", 1)
-    if kind in NOT_BY_THREADS:  # a thread's turn comes, however busy the machine
-        monkeypatch.setattr(sharing, "WAIT_S", 10.0)
     loader, work = LOADERS[name](), pipeline(kind, path)
     loader.autotune(work, 4, 6, CPU)
     if not (refused := loader.refusal(work)):
@@ -297,11 +370,18 @@ def test_every_loader_reads_right_or_refuses(kind, name, path, monkeypatch):
     assert bool(refused) is ((by_threads and kind in NOT_BY_THREADS) or (by_processes and kind in NOT_BY_PROCESSES))
 
 
+@pytest.mark.parametrize("kind", [Opened, Tar, Hdf5, Lmdb, Zarr])
+def test_ranks_read_right_what_was_opened_before_them(kind, path, ranks):  # noqa: F811
+    """Each by itself, and with workers of its own."""
+    work = pipeline(kind, path)
+    work.source.fetch(torch.arange(2))
+    assert ranks(lambda _: [bool(read(each, work).all()) for each in (Loader(), Workers(num_workers=1))]) == [[True, True]] * 2
+
+
 @pytest.mark.parametrize("kind", NOT_BY_THREADS)
-def test_what_threads_cannot_read_at_once_is_named(kind, path, monkeypatch):
-    monkeypatch.setattr(sharing, "WAIT_S", 10.0)
+def test_what_threads_cannot_read_at_once_is_named(kind, path):
     problem = Threads(num_threads=2).refusal(pipeline(kind, path))
-    assert "two threads at once" in problem
+    assert ("two threads at once" in problem) is ("connection" not in problem)
     assert NOT_BY_THREADS[kind] in problem
     assert ": set loader=workers" in problem
 

@@ -50,7 +50,7 @@ from tests.support.command import checkpoints, tensors
 RATES: dict[str, list[str]] = {
     "sgd": [], "adam": [], "adamw": [], "rmsprop": [], "adagrad": [], "adafactor": [], "lars": ["optimizer.lr=1"],
     "lamb": [], "nvlamb": [], "novograd": [], "muon": [], "lion": [], "schedulefree": ["scheduler=constant"],
-    "shampoo": [], "soap": [], "timm": [],
+    "shampoo": [], "soap": [], "timm": [], "sparse_adam": [],
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Networks that training calls in odd ways, with their data and losses, copied beside the runs that name them."""
 
+import copy
 import itertools
 
 import torch
@@ -115,6 +116,12 @@ def slope(model, x, y):
     """The field's error."""
     with torch.enable_grad():
         return (model(x.clone())[:, :1] - y).square().mean()
+
+
+def elsewhere(model, x, y):
+    """The error with weights of its making, which training's depend on."""
+    weights = {name: weight * 0.5 for name, weight in model.named_parameters()}
+    return (torch.func.functional_call(model, weights, (x,)) - y).square().mean()
 
 
 def error(output, y):
@@ -236,6 +243,39 @@ class Told(Weighed):
     def count(self, y):
         """The positive ones."""
         return (y > 0).sum()
+
+
+class Counts(Net):
+    """Its forward depends on how many there were, and it remembers the last ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.means, self.seen = 0, [], None
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+            self.means.append(x.mean().detach())
+            self.seen = x
+        return super().forward(x) / (1 + len(self.means) + self.calls)
+
+
+class Remembers:
+    """A loss with a target network, which it copies at its first call and at each second one, and a queue."""
+
+    def __init__(self):
+        self.calls, self.queue = 0, []
+
+    def __call__(self, model, x, y):
+        """The error, and how far the model is from what it was."""
+        if self.calls % 2 == 0:
+            self.target = copy.deepcopy(model).eval()
+        self.calls += 1
+        self.queue.append(x.mean().detach())
+        with torch.no_grad():
+            before = self.target(x)
+        output = model(x)
+        return (output - y).square().mean() + len(self.queue) * (output - before).square().mean()
 
 
 class Drawing:

@@ -25,6 +25,7 @@ from drivetrain.core.options.option import BuildContext, Count, Effect, Option, 
 from drivetrain.core.step import streams
 from drivetrain.core.step.blocks import blocks_for, describe_blocks
 from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.modules import buffers_kept
 from drivetrain.core.step.step import Step, WrappingStep
 from drivetrain.core.step.trees import Tree
 
@@ -126,9 +127,8 @@ class Jit(Compiled):
 
     def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> torch.nn.Module:
         start = time.perf_counter()
-        buffers = [buffer.clone() for buffer in model.buffers()]
         try:
-            with warnings.catch_warnings():  # `advise` has warned that it is retired
+            with warnings.catch_warnings(), buffers_kept(model):  # `advise` has warned that it is retired
                 warnings.simplefilter("ignore")
                 jitted = torch.jit.script(model) if self.method == "script" else self._trace(model, example)
         except Exception as error:
@@ -138,8 +138,6 @@ class Jit(Compiled):
                 f"compile=jit cannot {self.method} this model ({type(error).__name__}: {line}): "
                 f"set compile.method={other} or compile=inductor"
             ) from None
-        for buffer, before in zip(model.buffers(), buffers, strict=True):  # tracing updates running statistics
-            buffer.copy_(before)
         self._seconds = time.perf_counter() - start
         return jitted
 
@@ -195,6 +193,9 @@ class Dynamo(Compiled):
     machine_local_keys = ("cache_dir",)
     cache_dir: str | None
 
+    def setup(self, context: BuildContext) -> None:
+        self._on_exit = context.on_exit
+
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         if not any(shutil.which(c) for c in ("c++", "g++", "clang++")):
@@ -229,7 +230,7 @@ class Dynamo(Compiled):
         torch.compiler.reset()
         # Whether float32 products may be rounded is said by `precision`, and was decided there.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-        torch._functorch.config.activation_memory_budget = budget
+        self._on_exit.enter_context(torch._functorch.config.patch(activation_memory_budget=budget))
         self._seconds_before = dynamo_seconds()
 
     def seconds(self) -> float | None:
@@ -311,7 +312,8 @@ class Regional(Inductor):
         import torch._dynamo
 
         # Blocks of one class share one code object: each that differs in a shape or a number needs a recompilation of it.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(self._blocks))
+        limit = max(torch._dynamo.config.recompile_limit, 2 * len(self._blocks))
+        self._on_exit.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
         for block in self._blocks:
             wrap_forward(block, self._compiled_if_grad)
         logger.info("%s compiled", describe_blocks(self._blocks))

@@ -113,13 +113,10 @@ class Reader(Generic[B]):
 
     def _check_memory(self, indices: Sequence[int], samples: Sequence[object]) -> None:
         """Raise UserError where a sample overwrites another one of its batch, which would then have it twice."""
-        for column in sharing.columns(samples) if len(samples) > 1 and not self.stateful else ():
-            places = sharing.addresses(column)
-            if len(set(places)) == len(places):
-                continue
-            owners = dict(zip(places, indices, strict=False))  # the last of each
-            for place, one in zip(places, indices, strict=False):
-                if (other := owners[place]) == one or place in self._constant:
+        owners: dict[int, int] = {}
+        for other, sample in zip(indices, samples, strict=False) if len(samples) > 1 and not self.stateful else ():
+            for place in map(sharing.address, sharing.arrays(sample)):
+                if (one := owners.setdefault(place, other)) == other or place in self._constant:
                     continue
                 with streams.apart():
                     if sharing.overwritten(lambda number: self._samples([number])[0], one, other):

@@ -18,10 +18,10 @@ from drivetrain.core.step import trees
 from drivetrain.core.step.target_kinds import TargetKind
 from drivetrain.core.step.trees import Tree, map_tensors
 from drivetrain.core.user import code as user_code
+from drivetrain.core.user import state as owned
 from drivetrain.data.base import SPLITS, Data, Fraction, Source, Splits, measure_on_some
 from drivetrain.data.collation import TARGETS, Lengths, OwnCollate, Stack, padding_for
 from drivetrain.data.draws import MapStyle, Reader, keys
-from drivetrain.data.sharing import same
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class OwnDataset(Data):
         two = torch.stack([lengths.argmax()] * 2) if lengths.any() else torch.tensor([0, min(1, len(source) - 1)])
         x, y = source.fetch(two)
         again = (x, y) if source.in_order or source.reader.stateful else source.fetch(two)
-        if not all(map(same, trees.leaves((x, y)), trees.leaves(again))):
+        if not owned.same(trees.leaves((x, y)), trees.leaves(again)):
             logger.warning(
                 "a sample of data.target=%s is another one at each read, though torch, numpy and random draw the same, as where "
                 "__getitem__ makes a generator without a seed: such a run cannot be repeated",

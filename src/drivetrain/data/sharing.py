@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import pickle
-import socket
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
+from multiprocessing import connection, synchronize, util
+from pathlib import Path
+from socket import socket
+from subprocess import Popen
 
 from drivetrain.core.lazy import numpy, torch
 from drivetrain.core.machine import open_files
@@ -20,37 +23,39 @@ from drivetrain.core.step.trees import Tree
 from drivetrain.core.user import state as owned
 
 Read = Callable[[int], Tree]  # a sample by its number
-WAIT_S = 0.02  # for the other thread's next call: it may wait for this one
+WAIT_S = 0.005  # for the other thread's next call, before it is looked whether that thread waits itself
 MOST_WAITS, MOST_CALLS = 25, 2_000  # of each thread: then both run freely
 
 
 def between_processes(read: Read, size: int, kept: Mapping[str, object]) -> str | None:
     """Return what forked processes would share of `kept`, so that each gets the other's samples; None: nothing."""
-    if found := [f"{name} ({type(value).__name__})" for name, value in owned.walk(kept) if _is_connection(value)]:
-        return f"{found[0]} is a connection, which processes cannot share: open it anew where os.getpid() is another one"
+    if found := _connection(kept, threads=False):
+        return f"{found} is a connection, which processes cannot share: open it anew where os.getpid() is another one"
     read(0)  # files may be opened at the first read
     before = {number: place for number, place in open_files.positions().items() if not _can_be_opened_again(number)}
     for index in sorted({0, size // 2, size - 1}) if before else ():
         read(index)
     after = open_files.positions()
-    for number in (number for number, place in before.items() if after.get(number, place) != place):
-        name = next((name for name, value in _files(kept) if _descriptor(value) == number), open_files.name_of(number))
+    for moved in (number for number, place in before.items() if after.get(number, place) != place):
+        name = next((name for name, number in _files(kept) if number == moved), os.path.realpath(f"/dev/fd/{moved}"))
         return f"{name} is an open file whose one position all processes would move: open it for reading only"
     return None
 
 
 def between_threads(read: Read, size: int, kept: Mapping[str, object]) -> str | None:
     """Read some samples by one thread, then by two that take turns; return what differs and why it may, None: nothing."""
+    if found := _connection(kept, threads=True):
+        return f"{found} is a connection, and no lock is kept beside it: all threads would ask by it at once"
     chosen = sorted({size * n // 4 for n in range(4)})
     try:
         alone = [[read(index) for index in chosen] for _ in range(2)]
     except Exception:  # the run will say so
         return None
-    if not _same(*alone):  # such samples are no two times the same
+    if not owned.same(*map(trees.leaves, alone)):  # such samples are no two times the same
         return None
     half = len(chosen) // 2
-    found, errors = _by_turns(read, (chosen[:half], chosen[half:]))
-    if not errors and _same(alone[0], found):
+    shared, errors = _by_turns(read, (chosen[:half], chosen[half:]))
+    if not errors and owned.same(*map(trees.leaves, (alone[0], shared))):
         return None
     files = [name for name, _ in _files(kept)]
     why = f" ({', '.join(files)}: open, and all threads move its position)" if files else ""
@@ -59,11 +64,13 @@ def between_threads(read: Read, size: int, kept: Mapping[str, object]) -> str | 
 
 
 def _by_turns(read: Read, shares: tuple[Sequence[int], Sequence[int]]) -> tuple[list[Tree], list[Exception]]:
-    """Read each share by a thread of its own; after each call of a function the threads change over."""
+    """Read each share by a thread of its own; after each call of a function the threads change over.
+
+    However busy the machine, a thread goes on only when the other has made its next call, or waits itself, as for a lock.
+    """
     found: tuple[list[Tree], list[Tree]] = ([], [])
     errors: list[Exception] = []
-    turns, calls, waits, done = threading.Condition(), [0, 0], [0, 0], [False, False]
-    both = threading.Barrier(2)
+    turns, both, calls, waits, done = threading.Condition(), threading.Barrier(2), [0, 0], [0, 0], [False, False]
 
     def change_over(me: int) -> None:
         calls[me] += 1
@@ -72,7 +79,10 @@ def _by_turns(read: Read, shares: tuple[Sequence[int], Sequence[int]]) -> tuple[
         with turns:
             turns.notify_all()
             until = calls[1 - me] + 1
-            waits[me] += not turns.wait_for(lambda: done[1 - me] or calls[1 - me] >= until, WAIT_S)
+            while not turns.wait_for(lambda: done[1 - me] or calls[1 - me] >= until, WAIT_S):
+                if _waits(threads[1 - me]):
+                    waits[me] += 1
+                    return
 
     def work(me: int) -> None:
         both.wait()
@@ -95,24 +105,19 @@ def _by_turns(read: Read, shares: tuple[Sequence[int], Sequence[int]]) -> tuple[
     return [*found[0], *found[1]], errors
 
 
-def _same(some: Sequence[Tree], others: Sequence[Tree]) -> bool:
-    one, other = trees.leaves(list(some)), trees.leaves(list(others))
-    return len(one) == len(other) and all(map(same, one, other))
+def _waits(thread: threading.Thread) -> bool:
+    """Return whether a thread waits for something else than a core or a disk. Only Linux tells: elsewhere it may wait."""
+    with suppress(OSError):
+        return Path(f"/proc/self/task/{thread.native_id}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "S"
+    return True
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have the same shape and values; NaN is the same as NaN."""
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
-
-
-def _files(kept: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    yield from ((name, value) for name, value in owned.walk(kept) if isinstance(value, io.IOBase | mmap.mmap))
-
-
-def _descriptor(file: object) -> int:
-    with suppress(OSError, ValueError, AttributeError):
-        return int(file.fileno())  # type: ignore[attr-defined]
-    return -1
+def _files(kept: Mapping[str, object]) -> Iterator[tuple[str, int]]:
+    """Yield the open files that an object keeps, by name, and their descriptors."""
+    for name, value in owned.walk(kept):
+        if isinstance(value, io.IOBase):
+            with suppress(OSError, ValueError):
+                yield name, value.fileno()
 
 
 def _can_be_opened_again(number: int) -> bool:
@@ -122,42 +127,58 @@ def _can_be_opened_again(number: int) -> bool:
     return True
 
 
-def _is_connection(value: object) -> bool:
-    """Return whether it is a connection to another process, such as a database's; sqlite's is to a file."""
+def _connection(kept: Mapping[str, object], threads: bool) -> str | None:
+    """Return a connection, such as a database's, that is kept without a lock of its owner's; None: there is none.
+
+    What a threading.local keeps is each thread's own, and what multiprocessing's keeps is each process's too.
+    """
+    apart = threading.local if threads else util.ForkAwareLocal
+    found = dict(owned.walk(kept, into=lambda value: not isinstance(value, apart | Popen)))
+    owners = []
+    for name, value in found.items():
+        if isinstance(value, synchronize.SemLock) or (threads and hasattr(type(value), "acquire")):
+            owner = name.rpartition(".")[0]
+            while isinstance(found.get(owner), dict | list | tuple):
+                owner = owner.rpartition(".")[0]
+            owners.append(f"{owner}.")
+    for name, value in found.items():
+        if _asks_another(value, threads) and not f"{name}.".startswith((*owners,)):
+            return f"{name} ({type(value).__name__})"
+    return None
+
+
+def _asks_another(value: object, threads: bool) -> bool:
+    """Return whether it is a connection: to a process, or to a database, of which sqlite's is to a file."""
     kind = type(value)
-    of_database = hasattr(kind, "commit") and (hasattr(kind, "cursor") or hasattr(kind, "execute"))
-    return isinstance(value, socket.socket) or (of_database and not kind.__module__.startswith("sqlite3"))
+    if isinstance(value, io.IOBase):
+        with suppress(OSError, ValueError):
+            mode = os.fstat(value.fileno()).st_mode
+            return value.fileno() > 2 and value.readable() and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))
+    of_database = hasattr(kind, "execute") or hasattr(kind, "cursor")
+    of_database &= hasattr(kind, "commit") or hasattr(kind, "fetchone")
+    of_database &= threads or not kind.__module__.startswith("sqlite3")
+    return of_database or isinstance(value, socket | Popen | connection.Connection)
 
 
-def columns(samples: Sequence[object]) -> Iterator[Sequence[object]]:
-    """Yield the parts of samples of one structure, such as all inputs and then all targets."""
-    first = samples[0]
-    if isinstance(first, Mapping):
-        rows = [sample.values() for sample in samples if isinstance(sample, Mapping)]
-        parts: Iterator[Sequence[object]] = zip(*rows, strict=False)
-    elif is_dataclass(first):
-        parts = ([getattr(sample, field.name, None) for sample in samples] for field in fields(first))
-    elif isinstance(first, tuple | list):
-        parts = zip(*(sample for sample in samples if isinstance(sample, tuple | list)), strict=False)
-    else:
-        yield samples
-        return
-    for part in parts:
-        yield from columns(part)
+def arrays(sample: object) -> list[torch.Tensor | numpy.ndarray]:
+    """Return the tensors and arrays of a sample."""
+    if isinstance(sample, torch.Tensor):
+        return [sample] if sample.layout is torch.strided else []
+    if isinstance(sample, numpy.ndarray):
+        return [sample]
+    parts = vars(sample) if is_dataclass(sample) else sample
+    parts = list(parts.values()) if isinstance(parts, Mapping) else parts
+    return [found for part in parts for found in arrays(part)] if isinstance(parts, tuple | list) else []
 
 
-def addresses(parts: Sequence[object]) -> list[int]:
-    """Return where tensors or arrays are in memory; nothing where they are something else."""
-    if isinstance(parts[0], torch.Tensor):
-        return [part.data_ptr() for part in parts if isinstance(part, torch.Tensor)]
-    if isinstance(parts[0], numpy.ndarray):
-        return [part.__array_interface__["data"][0] for part in parts if isinstance(part, numpy.ndarray)]
-    return []
+def address(array: torch.Tensor | numpy.ndarray) -> int:
+    """Return where its first number is in memory."""
+    return int(array.data_ptr() if isinstance(array, torch.Tensor) else array.__array_interface__["data"][0])
 
 
 def overwritten(read: Callable[[int], object], one: int, other: int) -> bool:
     """Return whether a sample changes when another one is read."""
-    before = [part for column in columns([read(one)]) for part in column if addresses([part])]
+    before = arrays(read(one))
     copies = [pickle.dumps(part) for part in before]
     read(other)
     return copies != [pickle.dumps(part) for part in before]

@@ -26,7 +26,7 @@ from drivetrain.core.step.trees import Tree, described
 from drivetrain.core.typed import JsonMapping
 from drivetrain.core.user import state as owned
 from drivetrain.core.user.callback import AVERAGE, PLAIN
-from drivetrain.core.user.state import OwnState
+from drivetrain.core.user.state import OwnState, untouched
 from drivetrain.data.base import SPLITS, Splits
 from drivetrain.ema.base import Ema
 from drivetrain.loader import Loader
@@ -134,7 +134,7 @@ class Evaluator:
         x, y = (send(tree, self.device) for tree in self.data(Request(0, rows, 1.0)))
         batch, training = MicroBatch(x, y, torch.ones((), device=self.device), True, False), self.model.training
         self.model.eval()
-        with self._held(PLAIN), self.parallel.evaluation_context(), streams.apart():
+        with untouched(self.loss.keeps()), self._held(PLAIN), self.parallel.evaluation_context():
             with self.precision.autocast():
                 output = self._checked_loss(batch)
             for meter in self.meters:

@@ -6,8 +6,7 @@ All that has to try the model before it trains takes these arguments: `context.e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -17,11 +16,10 @@ import torch
 from drivetrain.core.errors import UserError
 from drivetrain.core.step import streams, trees
 from drivetrain.core.step.microbatch import MicroBatch, Request
-from drivetrain.core.step.modules import buffers_kept, unchanged
+from drivetrain.core.step.modules import unchanged
 from drivetrain.core.step.trees import Forward, Tree
-from drivetrain.core.user import state as owned
 from drivetrain.core.user.call import bound
-from drivetrain.core.user.state import OwnState
+from drivetrain.core.user.state import untouched
 from drivetrain.engine import flops
 from drivetrain.engine.context import RunContext
 from drivetrain.loss import Loss
@@ -64,18 +62,6 @@ def read(context: RunContext, rows: torch.Tensor) -> MicroBatch:
     return MicroBatch(x, y, torch.ones((), device=context.device), True, False)
 
 
-@contextmanager
-def untouched(kept: Mapping[str, object]) -> Iterator[None]:
-    """At the end of the context the state of what the user brought, and all random streams, are as they were before."""
-    moved = [(stream, stream.save()) for stream in streams.kept_by(*kept.values())]
-    with OwnState(owned.find(kept)).untouched(), buffers_kept(*kept.values()), streams.apart():
-        try:
-            yield
-        finally:
-            for stream, saved in moved:
-                stream.restore(saved)
-
-
 def of(context: RunContext, model: torch.nn.Module, count: int) -> tuple[MicroBatch, Tree]:
     """Return so many training samples, and what training calls the model with for them."""
     batch = read(context, torch.arange(count))
@@ -91,8 +77,9 @@ def record(context: RunContext, model: torch.nn.Module, batch: MicroBatch) -> Tr
     if not context.loss.runs_model:
         return arguments
 
-    def called(_: object, given: tuple[object, ...], keywords: Mapping[str, object]) -> None:
-        raise _Called(bound(model.forward, given, keywords))
+    def called(module: torch.nn.Module, given: tuple[object, ...], keywords: Mapping[str, object]) -> None:
+        if module is model:  # not a copy that the loss has made of it
+            raise _Called(bound(model.forward, given, keywords))
 
     hook = model.register_forward_pre_hook(called, with_kwargs=True, prepend=True)
     try:

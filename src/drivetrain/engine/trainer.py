@@ -20,6 +20,7 @@ from drivetrain.core.options.horizon import Progress
 from drivetrain.core.options.selection import Selection
 from drivetrain.core.step import streams
 from drivetrain.core.step.microbatch import MicroBatch, Request
+from drivetrain.core.step.modules import buffers_kept
 from drivetrain.core.step.step import Made, Step, Stream, StreamWatcher
 from drivetrain.core.typed import StateDict
 from drivetrain.core.user.state import OwnState, Stateful
@@ -313,13 +314,10 @@ class Trainer:
 
     def preallocate(self) -> None:
         """Allocate the memory of the largest micro-batch now. Buffers, gradients and random states are restored."""
-        buffers = {name: b.clone() for name, b in self.model.named_buffers()}
-        with streams.apart():
+        with buffers_kept(self.model), streams.apart():
             self.forward_backward(self.batch.micro_batch(self.parallel.data_world))
         self.step.zero_grad()
         self.parallel.rank_metrics(0.0, self.timer.wait)  # reset: the dry run does not count as a rank's work
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(buffers[name])
 
     @reads_device_on_purpose
     def save(self) -> None:

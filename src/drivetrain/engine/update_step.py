@@ -153,17 +153,14 @@ class ClosureStep(UpdateStep):
         losses: list[torch.Tensor] = []
 
         def closure() -> torch.Tensor:
-            sums = {name: total.clone() for name, total in self.log_sums().items()}
             if losses:
                 streams.restore(state)
             self.inner.zero_grad()
             loss = torch.zeros_like(self._loss_sum)
-            with torch.enable_grad(), buffers_kept(*self.owners if losses else ()):
-                self.passes(self.inner, self.waiting, loss)
-            self.clip()
-            if losses:
-                for name, total in self.log_sums().items():
-                    total.copy_(sums[name])
+            with buffers_kept(*(*self.owners, *self.log_sums().values()) if losses else ()):
+                with torch.enable_grad():
+                    self.passes(self.inner, self.waiting, loss)
+                self.clip()
             losses.append(loss)
             return self.parallel.all_reduce_sum(loss.clone()) / self.parallel.data_world.size
 

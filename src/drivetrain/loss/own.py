@@ -183,9 +183,11 @@ class OwnLoss(PartedLoss):
         return parts
 
     def _model(self, forward: Callable[[object], object]) -> RunModel:
-        parallel, named = self._context.parallel, self._context.run.named
-        whole = "" if parallel.calls_parts else f"with {named('parallel')} each rank holds a part of the weights"
-        return RunModel(forward, self._context.model, whole)
+        run = self._context.run
+        whole = "" if run.parallel.calls_parts else f"with {run.named('parallel')} each rank holds a part of the weights"
+        graphs = run.compile.whole_forward and (run.compile.torchscript or run.compile.cuda_graphs)
+        recorded = f"{run.named('compile')} has recorded it with its own" if graphs else ""
+        return RunModel(forward, self._context.model, whole, recorded)
 
     def _check_parts(self) -> None:
         """Raise UserError where the loss never calls the whole model, and only its forward is compiled."""

@@ -120,7 +120,8 @@ class Optimizer(Hyperparameters):
         torch_patches.keep_compiler_unimported()
         here = next((p for p in parameters if not p.is_meta), parameters[0])  # another rank updates those without memory
         sparse, chosen = sparse_parameters(model), self.fused is not None or self.foreach is not None
-        loop = bool(sparse) and not chosen  # no other implementation takes sparse gradients
+        # No other implementation takes sparse gradients, and torch's fused ones no complex weights.
+        loop = (bool(sparse) or any(p.is_complex() for p in parameters)) and not chosen
         implementation = "loop" if loop else self.implementation(here.device.type, sum(p.numel() for p in parameters))
         for group in groups:
             self._try_sparse([sparse[id(p)] for p in group["params"] if id(p) in sparse], group, implementation)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.machine import torch_patches
 from drivetrain.core.options.option import Momentum, NonNegative, Positive, RunSpec
+from drivetrain.core.step.architecture import sparse_parameters
 from drivetrain.optimizer.base import Implementation, Optimizer
+from drivetrain.optimizer.groups import GroupSettings
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -85,6 +91,38 @@ class AdamW(TorchOptimizer):
     beta1: Momentum = 0.9
     beta2: Momentum = 0.999
     eps: Positive = 1e-8
+
+
+@dataclass(kw_only=True, eq=False)
+class SparseAdam(AdamW):
+    """AdamW, and Adam for the rows of embeddings that an update has read (torch.optim.SparseAdam), which do not decay.
+
+    Those are the weights with sparse gradients, as of `Embedding(sparse=True)`: the moments of other rows stay as they are.
+    """
+
+    def group_settings(self, model: torch.nn.Module) -> GroupSettings:
+        if names := {*sparse_parameters(model).values()}:
+            logger.info("SparseAdam: %s; AdamW: the rest", ", ".join(sorted(names)))
+        else:
+            logger.warning(
+                "optimizer=sparse_adam is AdamW alone, as no weight has sparse gradients: set sparse=True in an Embedding"
+            )
+        return lambda name, decayed: {"sparse": True, "weight_decay": 0.0} if name in names else {"sparse": False}
+
+    def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
+        from drivetrain.optimizer.algorithms.muon import ChainedOptimizer
+
+        sparse, dense = (
+            [{key: value for key, value in group.items() if key != "sparse"} for group in groups if group["sparse"] == is_so]
+            for is_so in (True, False)
+        )
+        known = {key: value for key, value in self.arguments().items() if key != "weight_decay"}
+        if not sparse:
+            return super().make(dense, implementation)
+        members = [torch.optim.SparseAdam(sparse, **known), *([super().make(dense, implementation)] if dense else [])]
+        for member in members:
+            torch_patches.remove_step_wrappers(member)
+        return ChainedOptimizer(*members)
 
 
 @dataclass(kw_only=True, eq=False)

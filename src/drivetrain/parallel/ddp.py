@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,11 +11,10 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.options import groups
 from drivetrain.core.options.option import BuildContext, Count, Effect, Positive, RunSpec
 from drivetrain.core.options.protocols import LossStep
-from drivetrain.core.step import streams
 from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.step.step import Step, WrappingStep
 from drivetrain.core.step.trees import Forward
-from drivetrain.core.user.state import OwnState, find
+from drivetrain.core.user.state import untouched
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 
 if TYPE_CHECKING:
@@ -219,21 +217,11 @@ class BeginningStep(WrappingStep):
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         if not self.begun:
             self.begun = True
-            with _unchanged(self.context):
+            loss, sums = self.context.loss, self.context.parts().values()
+            with untouched(loss.keeps(), self.context.model, *sums):
                 self.ranks.micro_batch(replace(batch, last=True), torch.zeros_like(loss_sum))
             self.ranks.zero_grad()
         self.inner.micro_batch(batch, loss_sum)
-
-
-@contextmanager
-def _unchanged(context: BuildContext) -> Iterator[None]:
-    """At the end of the context random streams, buffers, the sums of records and the loss's own state are as before."""
-    tensors = [(tensor, tensor.clone()) for tensor in (*context.model.buffers(), *context.parts().values())]
-    with streams.apart(), OwnState(find(context.loss.keeps())).untouched():
-        yield
-    with torch.no_grad():
-        for tensor, before in tensors:
-            tensor.copy_(before)
 
 
 @dataclass(eq=False)

@@ -32,6 +32,7 @@ PRECISIONS = {
     ("cuda", "conv"): "tf32", ("cuda", "rnn"): "tf32", ("mkldnn", "matmul"): "ieee", ("mkldnn", "conv"): "none",
     ("mkldnn", "rnn"): "none",
 }  # fmt: skip
+ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 NUMPY_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
 
 _lock = threading.RLock()
@@ -122,7 +123,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_other_threads)
 
 
-def _enter(given_back: ExitStack, found: Iterator[_Setting], values: Sequence[object] | None = None) -> None:
+def _enter(given_back: ExitStack, found: Sequence[_Setting], values: Sequence[object] | None = None) -> None:
     """Read each setting and write its value, in this order: a later one is read when those that it depends on are new."""
     for n, setting in enumerate(found):
         if (before := _value(setting)) is not AS_IT_IS:
@@ -141,41 +142,43 @@ def _set(setting: _Setting, value: object) -> None:
         setting.write(value)
 
 
-def _of_process() -> Iterator[_Setting]:
-    """Yield the settings that all threads share. Those that others overwrite come first."""
-    cuda, conversions = torch.backends.cuda, torch.__future__
-    yield _Setting(torch.get_default_dtype, torch.set_default_dtype, torch.float32)
-    yield _Setting(torch.get_num_threads, torch.set_num_threads)
-    yield _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0)
-    yield from (_attribute(name, value) for name, value in NEW.items())
-    if torch.backends.opt_einsum.is_available():
-        yield from (_attribute(f"backends.opt_einsum.{name}", value) for name, value in (("enabled", True), ("strategy", "auto")))
-    for name in ("flash", "mem_efficient", "math", "cudnn"):
-        yield _Setting(getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp"), True)
-    yield _Setting(cuda.fp16_bf16_reduction_math_sdp_allowed, cuda.allow_fp16_bf16_reduction_math_sdp, False)
-    yield _Setting(torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order)
-    yield _Setting(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, True)
-    yield _Setting(_precisions, _set_precisions, ("highest", True, PRECISIONS))
-    for name in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
-        yield _Setting(getattr(conversions, f"get_{name}"), getattr(conversions, f"set_{name}"), False)
-    yield _Setting(
-        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        lambda given: torch.set_anomaly_enabled(*given),
-        (False, True),
-    )
-    yield _Setting(torch._C._check_sparse_tensor_invariants, torch._C._set_check_sparse_tensor_invariants, False)
-    yield _Setting(torch.is_warn_always_enabled, torch.set_warn_always)
-    shown = vars(torch._tensor_str.PRINT_OPTS)
-    yield _Setting(shown.copy, shown.update)
+def _of_process() -> list[_Setting]:
+    """Return the settings that all threads share. Those that others overwrite come first."""
+    cuda, conversions, shown = torch.backends.cuda, torch.__future__, vars(torch._tensor_str.PRINT_OPTS)
+    einsum = {"enabled": True, "strategy": "auto"} if torch.backends.opt_einsum.is_available() else {}
+    converting = ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion")
+    return [
+        _Setting(torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+        _Setting(torch.get_num_threads, torch.set_num_threads),
+        _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0),
+        *(_attribute(name, value) for name, value in NEW.items()),
+        *(_attribute(f"backends.opt_einsum.{name}", value) for name, value in einsum.items()),
+        *(_Setting(getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp"), True) for name in ATTENTION),
+        _Setting(cuda.fp16_bf16_reduction_math_sdp_allowed, cuda.allow_fp16_bf16_reduction_math_sdp, False),
+        _Setting(torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+        _Setting(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, True),
+        _Setting(_precisions, _set_precisions, ("highest", True, PRECISIONS)),
+        *(_Setting(getattr(conversions, f"get_{name}"), getattr(conversions, f"set_{name}"), False) for name in converting),
+        _Setting(_anomaly, lambda given: torch.set_anomaly_enabled(*given), (False, True)),
+        _Setting(torch._C._check_sparse_tensor_invariants, torch._C._set_check_sparse_tensor_invariants, False),
+        _Setting(torch.is_warn_always_enabled, torch.set_warn_always),
+        _Setting(shown.copy, shown.update),
+    ]
 
 
-def _of_thread() -> Iterator[_Setting]:
-    """Yield the settings that each thread has of its own."""
+def _anomaly() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _of_thread() -> list[_Setting]:
+    """Return the settings that each thread has of its own."""
     import numpy as np
 
-    yield _Setting(np.geterr, lambda given: np.seterr(**given), NUMPY_ERRORS)
-    yield _Setting(lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal, False)  # torch cannot tell
-    yield _Setting(torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled, True)
+    return [
+        _Setting(np.geterr, lambda given: np.seterr(**given), NUMPY_ERRORS),
+        _Setting(lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal, False),  # torch cannot tell
+        _Setting(torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled, True),
+    ]
 
 
 def _attribute(name: str, new: object) -> _Setting:
@@ -235,23 +238,26 @@ def _without_autocast() -> Iterator[None]:
     device = torch.accelerator.current_accelerator()
     kinds = ["cpu", *([device.type] if device is not None else [])]
     before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    caches, depth = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting()
-    for _ in range(depth):
-        torch.autocast_decrement_nesting()
-    torch.set_autocast_cache_enabled(True)
-    for kind in kinds:
-        torch.set_autocast_enabled(kind, False)
-    torch.clear_autocast_cache()
+    cached, depth = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting() - 1
+    _set_autocast([(kind, False, dtype) for kind, _, dtype in before], True, 0)
     try:
         yield
     finally:
-        for kind, enabled, dtype in before:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(caches)
-        for _ in range(depth - 1):
-            torch.autocast_increment_nesting()
+        torch.autocast_increment_nesting()
+        _set_autocast(before, cached, depth)
+
+
+def _set_autocast(kinds: Sequence[tuple[str, bool, torch.dtype]], cached: bool, depth: int) -> None:
+    """Set autocast of each device type; it is nested once at least."""
+    for kind, enabled, dtype in kinds:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(cached)
+    while torch.autocast_decrement_nesting():
+        pass
+    for _ in range(depth):
+        torch.autocast_increment_nesting()
 
 
 @contextmanager

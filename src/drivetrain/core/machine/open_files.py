@@ -6,22 +6,13 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 DESCRIPTORS = "/proc/self/fd"  # another system than Linux has none: there nothing can be opened again
 LISTED = "/dev/fd"
 
 
-class Position(NamedTuple):
-    """Where a process is in a file, by the file's device and inode."""
-
-    offset: int
-    device: int
-    inode: int
-
-
-def positions() -> dict[int, Position]:
-    """Return the positions in this process's open files that it can read, by descriptor. Others, as a log, serve no sample."""
+def positions() -> dict[int, tuple[int, int, int]]:
+    """Return where this process is in the files that it can read, by descriptor: offset, device, inode. Logs serve no sample."""
     import fcntl
 
     found = {}
@@ -30,16 +21,8 @@ def positions() -> dict[int, Position]:
             with contextlib.suppress(OSError):  # the descriptor of the list itself, which is closed by now
                 about = os.fstat(number)
                 if stat.S_ISREG(about.st_mode) and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
-                    found[number] = Position(os.lseek(number, 0, os.SEEK_CUR), about.st_dev, about.st_ino)
+                    found[number] = os.lseek(number, 0, os.SEEK_CUR), about.st_dev, about.st_ino
     return found
-
-
-def name_of(number: int) -> str:
-    """Return the path of an open file, or its descriptor where the system does not say."""
-    try:
-        return os.readlink(f"{DESCRIPTORS}/{number}")
-    except OSError:
-        return f"descriptor {number}"
 
 
 def opened_again(number: int) -> int | None:
@@ -55,17 +38,17 @@ def opened_again(number: int) -> int | None:
         return None
 
 
-def _own(before: Mapping[int, Position]) -> None:
+def _own(before: Mapping[int, tuple[int, int, int]]) -> None:
     """In a forked process: open what is only read again, at the positions that its parent had."""
-    for number, position in before.items():
+    for number, (offset, *_) in before.items():
         new = opened_again(number)
         if new is not None:
-            os.lseek(new, position.offset, os.SEEK_SET)
+            os.lseek(new, offset, os.SEEK_SET)
             os.dup2(new, number, inheritable=os.get_inheritable(number))
             os.close(new)
 
 
-_before: dict[int, Position] = {}  # the fork that is under way
+_before: dict[int, tuple[int, int, int]] = {}  # the fork that is under way
 _forks = 0  # contexts of `apart_after_fork` that are entered
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 from drivetrain.core.errors import UserError
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 M = TypeVar("M", bound="torch.nn.Module")
+CONTAINERS = (list, dict, set, deque)
+MOST = 10_000  # items of one that is restored
 
 
 def taken_over(module: torch.nn.Module, cls: type[M]) -> M:
@@ -104,9 +109,12 @@ def is_kept_in_evaluation(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def unchanged(model: torch.nn.Module, training: bool | None = None) -> Iterator[None]:
-    """Within the context the model trains, or not, or as before; at its end modes, buffers and random streams are as before."""
+    """Within the context the model trains, or not, or as before; at its end modes, buffers and random streams are as before.
+
+    So are the attributes of its modules, such as a count of its forwards.
+    """
     modes = [(module, module.training) for module in model.modules()]
-    with buffers_kept(model), streams.apart():
+    with buffers_kept(model), attributes_kept(*model.modules()), streams.apart():
         try:
             if training is not None:
                 model.train(training)
@@ -118,9 +126,10 @@ def unchanged(model: torch.nn.Module, training: bool | None = None) -> Iterator[
 
 @contextmanager
 def buffers_kept(*owners: object) -> Iterator[None]:
-    """At the end of the context the buffers of those owners that are modules are as they were before."""
+    """At the end of the context the owners that are tensors, and buffers of those that are modules, are as they were before."""
     modules = [m for owner in owners if isinstance(owner, torch.nn.Module) for m in owner.modules()]
     kept = [(m, name, b, b.clone()) for m in modules for name, b in m._buffers.items() if b is not None]
+    tensors = [(owner, owner.clone()) for owner in owners if isinstance(owner, torch.Tensor)]
     try:
         yield
     finally:
@@ -128,3 +137,30 @@ def buffers_kept(*owners: object) -> Iterator[None]:
             for module, name, buffer, before in kept:
                 module._buffers[name] = buffer
                 buffer.copy_(before)
+            for tensor, before in tensors:
+                tensor.copy_(before)
+
+
+@contextmanager
+def attributes_kept(*owners: object) -> Iterator[None]:
+    """At the end of the context the attributes of these objects, and lists and the like among them, hold what they held.
+
+    What torch itself keeps in a module stays as it is, and so does a module whose first forward decides its weights.
+    """
+    kept = []
+    for owner in owners:
+        if hasattr(owner, "__dict__") and not isinstance(owner, type | ModuleType | torch.nn.modules.lazy.LazyModuleMixin):
+            of_torch = {*vars(torch.nn.Module())} if isinstance(owner, torch.nn.Module) else set()
+            before = {name: value for name, value in vars(owner).items() if name not in of_torch}
+            held = [(v, copy.copy(v)) for v in before.values() if type(v) in CONTAINERS and len(v) <= MOST]
+            kept.append((vars(owner), of_torch, before, held))
+    try:
+        yield
+    finally:
+        for now, of_torch, before, held in kept:
+            for name in now.keys() - before.keys() - of_torch:
+                del now[name]
+            now.update(before)
+            for container, items in held:
+                container.clear()
+                (container.extend if hasattr(container, "extend") else container.update)(items)

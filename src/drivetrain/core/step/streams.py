@@ -201,31 +201,31 @@ def kept_by(*roots: object) -> list[RandomStream]:
             if not isinstance(value, random.SystemRandom) and getattr(value, "device", torch.device("cpu")).type == "cpu":
                 found.append(stream(value))
         else:
-            waiting += _parts(value)
+            waiting += [part for _, part in parts(value)]
     return found
 
 
-def _parts(value: object) -> list[object]:
-    """Return what an object holds on to, of that which may be or hold a generator."""
+def parts(value: object) -> list[tuple[object, object]]:
+    """Return what an object holds on to, each with its name in it; of large containers the first items, of libraries no code."""
     if isinstance(value, str | bytes | int | float | types.ModuleType | torch.Tensor) or type(value).__module__ == "numpy":
         return []
     if isinstance(value, dict):
-        return list(itertools.islice(value.values(), ITEMS))
+        return list(itertools.islice(value.items(), ITEMS))
     if isinstance(value, list | tuple):
-        return list(value[:ITEMS])
+        return list(enumerate(value[:ITEMS]))
     if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
+        return [("func", value.func), *enumerate(value.args), *value.keywords.items()]
     if isinstance(value, types.MethodType):
-        return [value.__self__, value.__func__]
+        return [("self", value.__self__), ("func", value.__func__)]
     if isinstance(value, types.FunctionType):
-        cells = [_contents(cell) for cell in value.__closure__ or ()]
-        names = () if _is_library(value.__module__) else value.__code__.co_names
-        return cells + [value.__globals__[name] for name in names if name in value.__globals__]
+        cells = [("closure", _contents(cell)) for cell in value.__closure__ or ()]
+        names = () if is_library(value.__module__) else value.__code__.co_names
+        return cells + [(name, value.__globals__[name]) for name in names if name in value.__globals__]
     if isinstance(value, type):
-        functions: list[object] = [part for part in vars(value).values() if isinstance(part, types.FunctionType)]
-        return [] if _is_library(value.__module__) else functions
-    slots = [getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    return [*getattr(value, "__dict__", {}).values(), *slots, *type(value).__mro__]
+        functions = [(name, part) for name, part in vars(value).items() if isinstance(part, types.FunctionType)]
+        return [] if is_library(value.__module__) else list(functions)
+    slots = [(name, getattr(value, name, None)) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(value, "__dict__", {}).items(), *slots, *enumerate(type(value).__mro__)]
 
 
 def _contents(cell: types.CellType) -> object:
@@ -235,7 +235,7 @@ def _contents(cell: types.CellType) -> object:
         return None
 
 
-def _is_library(module: str | None) -> bool:
+def is_library(module: str | None) -> bool:
     """Return whether a module is of a library, whose code is not looked through."""
     return (module or "").partition(".")[0] in LIBRARIES
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -45,11 +46,20 @@ class RunModel:
     """The model as a user's loss gets it: a call is the run's own forward, and the attributes are those of the module.
 
     `whole` is why only the whole model can be called, where the ranks hold parts of its weights; "" where its parts can be too.
+    `recorded` is why a call has the run's own weights, whatever torch.func.functional_call puts in their place.
     """
 
-    def __init__(self, forward: Callable[..., object], module: torch.nn.Module, whole: str = "") -> None:
-        self._forward, self._module, self._whole = forward, module, whole
+    def __init__(self, forward: Callable[..., object], module: torch.nn.Module, whole: str = "", recorded: str = "") -> None:
+        self._forward, self._module, self._whole, self._recorded = forward, module, whole, recorded or whole
         self.was_called = False
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[torch.nn.Module]:  # type: ignore[override]
+        """That of the module, which torch.func.functional_call asks for: it then calls the run's forward with other weights."""
+        return type(self._module)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> torch.nn.Module:
+        return copy.deepcopy(self._module, memo)  # such as a target network
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         self.was_called = True
@@ -59,6 +69,8 @@ class RunModel:
         value = getattr(self._module, name)
         if self._whole and (isinstance(value, torch.nn.Module | torch.nn.Parameter) or inspect.ismethod(value)):
             raise UserError(f"the loss takes `model.{name}`, and {self._whole}: call model(…), or set parallel=ddp")
+        if self._recorded and name == "_parameters":
+            raise UserError(f"the loss calls the model with other weights, and {self._recorded}: set parallel=ddp compile=none")
         return value
 
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import copy
 import io
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from types import FunctionType
 from typing import Any, Protocol, cast
 
 from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.lazy import torch
 from drivetrain.core.options import groups
 from drivetrain.core.options.context import BuildContext
+from drivetrain.core.step import streams
+from drivetrain.core.step.modules import attributes_kept, buffers_kept
 from drivetrain.core.typed import StateDict
 
 MOST = 10_000  # objects that are looked at
-ITEMS = 64  # of each container
 
 
 class Stateful(Protocol):
@@ -49,26 +49,33 @@ def walk(roots: Mapping[str, object], into: Callable[[object], bool] = lambda va
             continue
         seen.add(id(value))
         yield name, value
-        if into(value):
-            waiting += [(f"{name}.{key}", part) for key, part in _parts(value)]
+        if into(value) and not isinstance(value, FunctionType):
+            waiting += [(f"{name}.{key}", part) for key, part in streams.parts(value)]
 
 
 def _has_state(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _parts(value: object) -> list[tuple[object, object]]:
-    if isinstance(value, dict):
-        return list(value.items())[:ITEMS]
-    if isinstance(value, list | tuple):
-        return list(enumerate(value[:ITEMS]))
-    if isinstance(value, types.MethodType):
-        return [("self", value.__self__)]
-    if isinstance(value, partial):
-        return [("func", value.func), *enumerate(value.args), *value.keywords.items()]
-    if isinstance(value, types.ModuleType | types.FunctionType):
-        return []
-    return list(getattr(value, "__dict__", {}).items())
+@contextmanager
+def untouched(kept: Mapping[str, object], *more: object) -> Iterator[None]:
+    """At the end of the context what the user brought, random streams, and `more` buffers and tensors are as they were.
+
+    Of what was brought: states, buffers, and the attributes of objects of classes that are no library's.
+    """
+    moved = [(stream, stream.save()) for stream in streams.kept_by(*kept.values())]
+    owners = [value for _, value in walk(kept) if not streams.is_library(type(value).__module__)]
+    with (
+        OwnState(find(kept)).untouched(),
+        attributes_kept(*owners),
+        buffers_kept(*kept.values(), *more),
+        streams.apart(),
+    ):
+        try:
+            yield
+        finally:
+            for stream, saved in moved:
+                stream.restore(saved)
 
 
 def of_run(context: BuildContext, metrics: Sequence[Any]) -> dict[str, Stateful]:
@@ -154,7 +161,7 @@ def same(one: object, other: Any) -> bool:
     """Return whether two states are equal, tensors bit for bit."""
     if isinstance(one, torch.Tensor):
         same_kind = isinstance(other, torch.Tensor) and (one.dtype, one.shape) == (other.dtype, other.shape)
-        return same_kind and one.numpy(force=True).tobytes() == other.numpy(force=True).tobytes()
+        return same_kind and torch.equal(*(t.detach().cpu().contiguous().flatten().view(torch.uint8) for t in (one, other)))
     if isinstance(one, dict):
         return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
