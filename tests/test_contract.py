@@ -82,6 +82,14 @@ BESIDE = {
     ("data", "words"): ["data.path=words.jsonl", "data.length=32", "loss=token", *BERT],
     **{("loss", name): ["data=own", f"data.target=outside.{data}", "trust=[outside]"] for name, data in TARGETS.items()},
     ("loss", "dice"): PIXELS,
+    ("loss", "tversky"): PIXELS,
+    ("loss", "ctc"): [
+        "data=own",
+        "data.target=outside.Sequences",
+        "trust=[outside]",
+        "model=own",
+        "model.target=outside.EachColumn",
+    ],
     ("loss", "distill"): [
         "data=synthetic",
         "data.shape=[3,8,8]",
@@ -124,7 +132,7 @@ BESIDE = {
     ("parallel", "pipeline"): ["model.hidden=[16,16]"],
     ("batch", "auto"): ["batch.memory_gb=64"],
     ("loader", "dali"): PHOTOGRAPHS,
-    ("augment", "randaugment"): PHOTOGRAPHS,
+    **{("augment", name): PHOTOGRAPHS for name in ("randaugment", "trivialaugment", "three_augment")},
     ("logger", "mlflow"): ["logger.mlflow.uri=mlruns"],  # a new database takes ten seconds
     ("logger", "images"): ["data.shape=[3,8,8]"],
     ("augment", "color_jitter"): PHOTOGRAPHS,
@@ -232,6 +240,19 @@ class Views(Pictures):
     def __getitem__(self, index):
         picture, label = super().__getitem__(index)
         return torch.stack([picture, 1 - picture]), label
+
+class Sequences(Pictures):
+    def __getitem__(self, index):
+        picture, label = super().__getitem__(index)
+        return picture, torch.tensor([label, 1, index % 2 * 101 - 100])
+
+class EachColumn(torch.nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.only = torch.nn.Linear(shape[0] * shape[1], classes)
+
+    def forward(self, x):
+        return self.only(x.flatten(1, 2).mT)
 
 def each_pixel(shape, classes):
     return torch.nn.Conv2d(shape[0], classes, 1)

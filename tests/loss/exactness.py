@@ -62,6 +62,7 @@ def update(
     def _of_rank(rank: int) -> Any:
         parallel, own, twin = Rank(rank, size, meeting), copy.deepcopy(loss), copy.deepcopy(model)
         setup(own, parallel)
+        own.add_parameters(twin)
         precision = Precision()
         plain = PlainStep(twin, own, precision, None, lambda: None, lambda: None)
         step: Any = plain

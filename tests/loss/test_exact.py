@@ -5,11 +5,13 @@ import torch
 
 from drivetrain.core.options.horizon import Horizon
 from drivetrain.core.step.tensors import Tensors
-from drivetrain.loss.classification import Bce, CrossEntropy, Focal
-from drivetrain.loss.embedding import Contrastive, Triplet
+from drivetrain.loss.classification import Asymmetric, Bce, CrossEntropy, Focal
+from drivetrain.loss.ctc import Ctc
+from drivetrain.loss.embedding import Contrastive, Siglip, SupCon, Triplet
 from drivetrain.loss.language import NextToken
+from drivetrain.loss.margin import ArcFace
 from drivetrain.loss.own import OwnLoss
-from drivetrain.loss.regression import L1, DiceLoss, Huber, Mse, Quantile
+from drivetrain.loss.regression import L1, DiceLoss, GaussianNll, Huber, Mse, Quantile, Tversky
 from drivetrain.loss.sum import Sum
 from tests.loss.exactness import update
 from tests.support.context import context
@@ -55,6 +57,13 @@ def values(generator, k=1):
 
 def labels(generator):
     return torch.randn(N, 6, generator=generator), torch.randint(2, (N, CLASSES), generator=generator)
+
+
+def sequences(generator):
+    y = torch.randint(CLASSES, (N, 3), generator=generator)
+    for i in range(N):
+        y[i, i % 4 :] = -100  # some are empty
+    return torch.randn(N, 7, 6, generator=generator), y
 
 
 def views(generator):
@@ -139,6 +148,13 @@ CASES = {
     "own, a dict of targets": (lambda: OwnLoss(f"{__name__}.SomeOfDict"), dict_targets, None),
     "contrastive": (Contrastive, views, "pair"),
     "contrastive, between views": (lambda: Contrastive(0.5, within_views=False), views, "pair"),
+    "siglip": (Siglip, views, "pair"),
+    "supcon": (SupCon, samples, "class"),
+    "arcface": (lambda: ArcFace(scale=4.0), samples, "class"),
+    "asymmetric": (Asymmetric, labels, "labels"),
+    "tversky": (Tversky, images, "mask"),
+    "gaussian_nll": (GaussianNll, lambda g: values(g, 2), "values"),
+    "ctc": (Ctc, sequences, "sequence"),
     "triplet": (lambda: Triplet(0.5), samples, "class"),
     "triplet, plain distances": (lambda: Triplet(0.5, normalize=False), samples, "class"),
 }  # fmt: skip
@@ -151,6 +167,8 @@ def model_for(kind, x, y, loss):
         return torch.nn.Conv2d(2, CLASSES, 3, padding=1)
     if kind == "tokens":
         return torch.nn.Sequential(torch.nn.Embedding(9, 6), torch.nn.Linear(6, CLASSES))
+    if kind == "sequence":
+        return torch.nn.Linear(6, loss.outputs(CLASSES))
     outputs = y.shape[1] if isinstance(y, torch.Tensor) and y.dim() == 2 else CLASSES
     return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, loss.outputs(outputs)))
 

@@ -12,11 +12,13 @@ from torchvision.ops import sigmoid_focal_loss
 from drivetrain.core.errors import UserError
 from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.step.source import Source
-from drivetrain.loss.classification import Bce, CrossEntropy, Focal, positive_weights_for, weights_for
+from drivetrain.loss.classification import Asymmetric, Bce, CrossEntropy, Focal, positive_weights_for, weights_for
+from drivetrain.loss.ctc import Ctc, decoded
 from drivetrain.loss.distill import Distill
-from drivetrain.loss.embedding import Contrastive, Triplet
+from drivetrain.loss.embedding import Contrastive, Siglip, SupCon, Triplet
 from drivetrain.loss.language import NextToken
-from drivetrain.loss.regression import L1, DiceLoss, Huber, Mse, Quantile
+from drivetrain.loss.margin import ArcFace
+from drivetrain.loss.regression import L1, DiceLoss, GaussianNll, Huber, Mse, Quantile, Tversky
 from tests.support import later
 
 sk, class_weight = later.package("sklearn.metrics"), later.package("sklearn.utils.class_weight")
@@ -178,6 +180,147 @@ def test_triplet_of_one_class_alone_is_zero_with_finite_gradients():
     assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
+def test_the_sigmoid_loss_is_its_formula():
+    output = torch.randn(5, 4), torch.randn(5, 4)
+    model, loss = torch.nn.Linear(1, 1), Siglip(group=5)
+    loss.add_parameters(model)
+    assert [float(p.detach()) for p in (model.logit_scale, model.logit_bias)] == pytest.approx([math.log(10), -10])
+    with torch.no_grad():
+        model.logit_bias.fill_(-3.0)
+    first, second = (F.normalize(each, dim=1) for each in output)
+    total = 0.0
+    for i, j in itertools.product(range(5), repeat=2):
+        logit = 10 * float(first[i] @ second[j]) - 3
+        total -= math.log(1 / (1 + math.exp(-logit if i == j else logit)))
+    found = loss(output, None)
+    close(found.detach(), total / 5)
+    scale, bias = torch.autograd.grad(found, [model.logit_scale, model.logit_bias])
+    assert scale != 0
+    assert bias != 0
+    _, right, count = loss.sums(output, None).tolist()
+    assert (right, count) == (int(((first @ second.T).argmax(1) == torch.arange(5)).sum()), 5)
+
+
+def test_supervised_contrast_is_its_formula():
+    output, target = torch.randn(7, 3), torch.tensor([0, 0, 1, 1, 1, 0, 2])  # the last class has one sample
+    z = F.normalize(output, dim=1)
+    losses = []
+    for i in range(6):
+        others = [j for j in range(7) if j != i]
+        among = sum(math.exp(float(z[i] @ z[j]) / 0.2) for j in others)
+        same = [j for j in others if target[j] == target[i]]
+        losses.append(-sum(math.log(math.exp(float(z[i] @ z[j]) / 0.2) / among) for j in same) / len(same))
+    close(SupCon(0.2)(output, target), sum(losses) / 6)
+
+
+def test_asymmetric_is_timms():
+    """timm computes in float32."""
+    reference = pytest.importorskip("timm.loss").AsymmetricLossMultiLabel
+    target = torch.randint(2, (9, 3))
+    for settings in ((4.0, 1.0, 0.05), (2.0, 0.0, 0.0), (0.0, 0.0, 0.0)):
+        output = torch.randn(9, 3, requires_grad=True)
+        found, expected = Asymmetric(*settings)(output, target), reference(*settings, reduction="mean")(output, target)
+        torch.testing.assert_close(found, expected.double(), rtol=1e-5, atol=1e-7)
+        gradients = [torch.autograd.grad(loss, output)[0] for loss in (found, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+    close(Asymmetric(0, 0, 0)(output, target), F.binary_cross_entropy_with_logits(output, target.double()).detach())
+
+
+def test_asymmetric_is_its_formula():
+    output, target = 3 * torch.randn(9, 3), torch.randint(2, (9, 3))
+    losses = []
+    for o, t in zip(output.flatten().tolist(), target.flatten().tolist(), strict=True):
+        p = 1 / (1 + math.exp(-o))
+        q = max(p - 0.1, 0)
+        losses.append(-((1 - p) ** 1.5) * math.log(p) if t else -(q**3) * math.log(1 - q))
+    close(Asymmetric(3.0, 1.5, 0.1)(output, target), sum(losses) / 27)
+
+
+def test_tversky_is_its_formula_and_dice_at_a_half():
+    output, target = torch.randn(2, 3, 4, 5), torch.randint(3, (2, 4, 5))
+    p, losses = output.softmax(1), []
+    for image, c in itertools.product(range(2), range(3)):
+        t, q = (target[image] == c).double(), p[image, c]
+        overlap, extra, missed = (t * q).sum(), ((1 - t) * q).sum(), (t * (1 - q)).sum()
+        losses.append(1 - (overlap + 0.5) / (overlap + 0.2 * extra + 0.9 * missed + 0.5))
+    close(Tversky(0.2, 0.9, 0.5)(output, target), torch.stack(losses).mean())
+    close(Tversky(0.5, 0.5, 0.5)(output, target), DiceLoss(1.0)(output, target))
+
+
+def test_the_likelihood_of_a_normal_distribution_is_torchs():
+    output, target = torch.randn(9, 4, requires_grad=True), torch.randn(9, 2)
+    found = GaussianNll(0.3)(output, target)
+    expected = F.gaussian_nll_loss(output[:, ::2], target, output[:, 1::2].exp(), eps=0.3)
+    close(found.detach(), expected.detach())
+    close(
+        GaussianNll(0.3)(output[:, :2], target[:, 0]).detach(),
+        F.gaussian_nll_loss(output[:, 0], target[:, 0], output[:, 1].exp(), eps=0.3).detach(),
+    )
+    with pytest.raises(UserError, match="loss=gaussian_nll compares each output with one target"):
+        GaussianNll()(output, target[:, 0])
+
+
+class OneLayer(torch.nn.Module):
+    """A network with a body, and a head that has a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(3, 6), torch.nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh())
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.5, 1.4])
+def test_the_angular_margin_is_its_formula(margin):
+    model, loss = OneLayer(), ArcFace(margin, 4.0)
+    centres = F.normalize(model.head.weight.detach(), dim=1)
+    loss.add_parameters(model)
+    x, target = torch.randn(40, 3), torch.randint(5, (40,))
+    output, z = model(x), F.normalize(model.body(x).tanh(), dim=1)
+    close(output.detach(), (4 * z @ centres.T).detach())
+    losses = []
+    for row, t in zip(output.tolist(), target.tolist(), strict=True):
+        angle = math.acos(row[t] / 4)
+        row[t] = 4 * (math.cos(angle + margin) if angle + margin < math.pi else row[t] / 4 - margin * math.sin(margin))
+        losses.append(math.log(sum(map(math.exp, row))) - row[t])
+    close(loss(output, target).detach(), sum(losses) / 40)
+    total, right, count = loss.sums(output, target).tolist()
+    assert total / count == pytest.approx(float(F.cross_entropy(output, target)), rel=1e-9)
+    assert right == int((output.argmax(1) == target).sum())
+    assert set(model.state_dict()) == {"body.weight", "body.bias", "head.weight", "head.cosine_scale"}
+    with pytest.raises(UserError, match="makes cosines of the linear layer"):
+        loss.add_parameters(torch.nn.Conv2d(1, 1, 1))
+
+
+def test_ctc_is_torchs_and_the_sum_over_all_paths():
+    """Blank last; by hand: the probabilities of all paths that the target is left of."""
+    output, target = torch.randn(3, 4, 3), torch.tensor([[0, 1], [1, 1], [1, -100]])
+    p, losses = output.softmax(2), []
+    for sample, wanted in enumerate(([0, 1], [1, 1], [1])):
+        total = 0.0
+        for path in itertools.product(range(3), repeat=4):
+            left = [c for i, c in enumerate(path) if c != 2 and (i == 0 or path[i - 1] != c)]
+            total += math.prod(float(p[sample, i, c]) for i, c in enumerate(path)) if left == wanted else 0.0
+        losses.append(-math.log(total) / len(wanted))
+    close(Ctc()(output, target), sum(losses) / 3)
+    lengths = torch.tensor([2, 2, 1])
+    theirs = F.ctc_loss(output.log_softmax(2).transpose(0, 1), target.clamp(min=0), torch.tensor([4] * 3), lengths, blank=2)
+    close(Ctc()(output, target), theirs)
+    assert Ctc(zero_infinity=True)(output[:, :2], target).isfinite()
+    assert Ctc()(output[:, :2], target).isinf()  # 1, 1 wants a blank between
+
+
+def test_ctc_counts_whole_sequences():
+    paths = torch.tensor([[0, 0, 2, 1], [1, 2, 1, 1], [2, 2, 2, 2], [0, 1, 0, 1]])
+    assert decoded(F.one_hot(paths, 3), 4).tolist() == [[0, 1, -100, -100], [1, 1, -100, -100], [-100] * 4, [0, 1, 0, 1]]
+    for target, right in (
+        ([[0, 1], [1, 1], [-100, -100], [0, 1]], 3),
+        ([[0, 1, -1, -1, -1], [1, -1, -1, -1, -1], [0, -1, -1, -1, -1], [0, 1, 0, 1, 0]], 1),
+    ):
+        assert Ctc(True).sums(F.one_hot(paths, 3).double(), torch.tensor(target)).tolist()[1:] == [right, 4]
+
+
 def test_distillation_is_its_formula():
     output, teacher, y = torch.randn(6, 4), torch.randn(6, 4), torch.randint(4, (6,))
     loss = Distill(temperature=3.0, soft=0.7, label_smoothing=0.1)
@@ -233,6 +376,10 @@ BITS16 = {
     "quantile": (Quantile([0.2, 0.5, 0.6, 0.8]), torch.randn(8, dtype=torch.float32)),
     "contrastive": (Contrastive(), None),
     "triplet": (Triplet(), torch.randint(3, (8,))),
+    "supcon": (SupCon(), torch.randint(3, (8,))),
+    "asymmetric": (Asymmetric(), torch.randint(2, (8, 4))),
+    "gaussian_nll": (GaussianNll(), torch.randn(8, 2, dtype=torch.float32)),
+    "arcface": (ArcFace(scale=4.0), torch.randint(4, (8,))),
 }
 
 
@@ -246,7 +393,9 @@ def test_sixteen_bit_outputs_are_computed_in_float32(name):
     torch.testing.assert_close(found, loss(output.float(), target), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("loss", [Focal(), DiceLoss(), CrossEntropy()], ids=["focal", "dice", "cross_entropy"])
+@pytest.mark.parametrize(
+    "loss", [Focal(), DiceLoss(), CrossEntropy(), Tversky()], ids=["focal", "dice", "cross_entropy", "tversky"]
+)
 def test_a_batch_of_which_nothing_counts_costs_nothing(loss):
     loss.counted = True
     output = torch.randn(2, 3, 4, 4, requires_grad=True)

@@ -102,6 +102,18 @@ class Views(Pictures):
     def __getitem__(self, index):
         return torch.stack([self.noise[index], 1 - self.noise[index]]), index % 2
 
+class Sequences(Pictures):
+    def __getitem__(self, index):
+        return self.noise[index], torch.tensor([index % 2, 1, index % 2 * 101 - 100])
+
+class EachColumn(torch.nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.only = torch.nn.Linear(shape[0] * shape[1], classes)
+
+    def forward(self, x):
+        return self.only(x.flatten(1, 2).mT)
+
 class Teacher(torch.nn.Module):
     def __init__(self, classes):  # its weights fit every data set
         super().__init__()
@@ -186,7 +198,8 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "loss=masked_token": ["data=stdlib", *bert],
         "loss=token": ["data=words", *bert],
         **{f"loss={name}": [f"data.target=pairwise_net.{kind}", *own] for name, kind in TARGETS.items()},
-        "loss=dice": ["data.target=pairwise_net.Masks", *own, *each_pixel],
+        **{f"loss={name}": ["data.target=pairwise_net.Masks", *own, *each_pixel] for name in ("dice", "tversky")},
+        "loss=ctc": ["data.target=pairwise_net.Sequences", *own, "model=own", "model.target=pairwise_net.EachColumn"],
         "loss=distill": [f"loss.teacher={folder}/teacher/model.safetensors", "trust=[pairwise_net]"],
         "loss=own": ["loss.target=pairwise_net.my_loss", "trust=[pairwise_net]"],
         **{f"metrics=[{name}]": ["data.target=pairwise_net.Numbers", *own, "loss=mse"] for name in ("mae", "rmse", "r2")},
@@ -210,7 +223,7 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "optimizer=schedulefree": ["scheduler=constant"],
         "adapter=lora": ["model=mlp"],
         "adapter=dora": ["model=mlp"],
-        "augment=[randaugment]": ["data=imagefolder"],
+        **{f"augment=[{name}]": ["data=imagefolder"] for name in ("randaugment", "trivialaugment", "three_augment")},
         "augment=[color_jitter]": ["data=imagefolder"],
         "augment=[random_erasing]": ["augment.random_erasing.fill=mean"],
     }

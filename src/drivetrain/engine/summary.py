@@ -31,7 +31,7 @@ SMALLEST = 8
 MUCH = 0.15  # of an epoch's samples
 WORDS: dict[TargetKind, tuple[str, str]] = {  # what the model's outputs are, one and several
     "class": ("class", "classes"), "mask": ("class", "classes"), "labels": ("label", "labels"), "values": ("value", "values"),
-    "tokens": ("token", "tokens"), "words": ("class", "classes"), "pair": ("class", "classes"),
+    "tokens": ("token", "tokens"), "words": ("class", "classes"), "pair": ("class", "classes"), "sequence": ("class", "classes"),
 }  # fmt: skip
 
 

@@ -37,6 +37,7 @@ PREDICTS = {
     "class": "one of {} classes", "labels": "which of {} labels hold", "values": "{} number{s}",
     "mask": "a class of {} for each pixel",
     "tokens": "the next of {} tokens", "pair": "an embedding of {} numbers",
+    "sequence": "a sequence of {} classes, the blank among them",
 }  # fmt: skip
 SAID = ("model", "optimizer", "optimizer.lr", "scheduler", "loss", "batch.global_batch", "epochs", "precision", "augment", "ema")
 CARD = f"""\

@@ -97,7 +97,7 @@ class LoadedRun:
 
     def check_rows(self, split: str | None) -> None:
         """Raise UserError where the predictions do not fit in the rows of a table."""
-        if self.kind in ("mask", "words", "pair"):
+        if self.kind in ("mask", "words", "pair", "sequence"):
             raise UserError(
                 f"{self.run.named('data')} has {DESCRIPTIONS[self.kind]}, which does not fit in a row: use drivetrain.load"
             )

@@ -231,7 +231,7 @@ class Bce(Loss):
     """
 
     metrics = ("loss", "label_accuracy")
-    takes = ("labels", "class")
+    takes: tuple[TargetKind, ...] = ("labels", "class")
     soft_targets = True
     of_classes = False
     labels = 1  # that a sample has, where its target is its class
@@ -281,14 +281,17 @@ class Bce(Loss):
         if self.label_smoothing:
             toward = 1 / output.shape[1] if self.of_classes else 1 / 2
             smooth = smooth * (1 - self.label_smoothing) + self.label_smoothing * toward
-        weight = None if self.weight is None else self.weight.to(output.dtype)
-        total = torch.nn.functional.binary_cross_entropy_with_logits(output, smooth, pos_weight=weight, reduction="sum")
+        total = self.cost(output, smooth, None if self.weight is None else self.weight.to(output.dtype))
         return total, self.count(target).to(total.dtype)
+
+    def cost(self, output: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of the loss over labels (n, labels), 0-d; `weight` (labels,) multiplies it where a label is present."""
+        return torch.nn.functional.binary_cross_entropy_with_logits(output, target, pos_weight=weight, reduction="sum")
 
     def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         dtype = sum_dtype(output.device)
         output, target = self._labels(output, target)
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(output, target, reduction="sum")
+        loss = self.cost(output, target)
         labels = self.count(target)
         correct = ((output > 0) == (target > 0.5)).sum().to(dtype)
         if self.of_classes:  # divided by the number of labels in the end
@@ -301,6 +304,29 @@ class Bce(Loss):
         if self.of_classes and target.dim() == 1:
             target = target.unsqueeze(1) == torch.arange(output.shape[1], device=target.device)
         return same_shape(output, target, "bce")
+
+
+class Asymmetric(Bce):
+    """Asymmetric loss of labels (Ridnik et al. 2021): absent labels, which are most, count less than present ones.
+
+    With p the probability of a label it costs (1 − p)^gamma_pos × −log p where it is present, and q^gamma_neg × −log(1 − q) where
+    it is absent, q = max(p − clip, 0). The mean is over samples and labels.
+    """
+
+    changes = "counts absent labels less, the less the likelier the model thinks them absent"
+    takes = ("labels",)
+
+    def __init__(self, gamma_neg: NonNegative = 4.0, gamma_pos: NonNegative = 1.0, clip: Share = 0.05) -> None:
+        super().__init__()
+        self.gamma_neg, self.gamma_pos, self.clip = gamma_neg, gamma_pos, clip
+
+    def cost(self, output: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        log = torch.nn.functional.logsigmoid
+        p, absent = output.sigmoid(), (torch.sigmoid(-output) + self.clip).clamp(max=1)
+        log_absent = absent.log() if self.clip else log(-output)
+        # A power's gradient at 0 may be infinite.
+        present = (1 - p).clamp(min=SMALLEST) ** self.gamma_pos * log(output)
+        return -(target * present + (1 - target) * (1 - absent).clamp(min=SMALLEST) ** self.gamma_neg * log_absent).sum()
 
 
 def _beyond(low: int, high: int, classes: int) -> str:

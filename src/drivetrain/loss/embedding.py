@@ -17,6 +17,7 @@ from drivetrain.core.step.trees import Forward, Tree, map_tensors
 from drivetrain.loss.base import SMALLEST, Loss, wide
 
 SCALE = "logit_scale"  # the name of the logarithm of a learned temperature's inverse, as CLIP has it
+BIAS = "logit_bias"  # as SigLIP has it
 FIRST, LOWEST = 0.07, 0.01  # of a learned temperature
 
 
@@ -212,16 +213,20 @@ class Contrastive(ComparingLoss):
         yield from super().validate(run)
         if self.temperature == "learned" and not run.parallel.calls_parts:
             yield (
-                f"loss.temperature=learned and {run.named('parallel')} exclude each other (the temperature is a weight that the "
-                "loss reads, and each rank holds a part of the weights): set parallel=ddp"
+                f"{run.named('loss')} with a learned temperature and {run.named('parallel')} exclude each other (the temperature "
+                "is a weight that the loss reads, and each rank holds a part of the weights): set parallel=ddp"
             )
 
     def add_parameters(self, model: torch.nn.Module) -> None:
         if self.temperature != "learned":
             return
-        if not isinstance(getattr(model, SCALE, None), torch.nn.Parameter):  # as a CLIP of transformers has one
+        self._give(model, SCALE, -math.log(FIRST))
+
+    def _give(self, model: torch.nn.Module, name: str, value: float) -> None:
+        """Give the model a parameter that starts at a value, unless it has one, as a CLIP of transformers has."""
+        if not isinstance(getattr(model, name, None), torch.nn.Parameter):
             device = next(model.parameters()).device
-            model.register_parameter(SCALE, torch.nn.Parameter(torch.tensor(-math.log(FIRST), device=device)))
+            model.register_parameter(name, torch.nn.Parameter(torch.tensor(value, device=device)))
         self._model = model
 
     def embeddings(self, output: Tree) -> Tree:
@@ -265,30 +270,45 @@ class Contrastive(ComparingLoss):
         return None
 
 
-class Triplet(ComparingLoss):
-    """Triplet loss with the hardest samples of the global batch (Hermans et al. 2017).
+class Siglip(Contrastive):
+    """Sigmoid loss of pairs (Zhai et al. 2023, SigLIP): each first view with each second one is a yes or a no by itself.
 
-    Each sample is to be closer to the farthest sample of its class than to the nearest of any other, by `margin`. Samples
-    without one of both do not count. Distances are Euclidean, between embeddings of length 1 if `normalize`.
+    Inputs and outputs are those of `Contrastive`, between views. A logit is similarity × scale + bias. Both are weights of the
+    model, as transformers' SiglipModel has them: `logit_scale`, a logarithm, begins at log 10, and `logit_bias` at -10. The sum
+    over all pairs is divided by the number of samples.
     """
 
-    changes = "keeps samples of other classes further away than those of the same by a margin"
-    takes = ("class",)
+    changes = "tells for each pair of views by itself whether it is one of a sample"
 
-    def __init__(self, margin: Positive = 0.2, normalize: bool = True, group: Count = 32) -> None:
-        self.margin, self.normalize, self.group = margin, normalize, group
+    def __init__(self, group: Count = 16) -> None:
+        super().__init__("learned", False, group)
+
+    def add_parameters(self, model: torch.nn.Module) -> None:
+        self._give(model, SCALE, math.log(10.0))
+        self._give(model, BIAS, -10.0)
+
+    def embeddings(self, output: Tree) -> Tree:
+        """The views (n, 2, d), and scale and bias, which are all samples'."""
+        scale, bias = (wide(getattr(self._model, name)).mean() for name in (SCALE, BIAS))
+        return ComparingLoss.embeddings(self, output), scale.exp(), bias
 
     def over_all(self, embeddings: Tree, target: Tree, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        distance = self._distances(embeddings)
-        both = valid[:, None] & valid
-        same = (target[:, None] == target) & both
-        other = (target[:, None] != target) & both
-        same = same & ~torch.eye(len(target), dtype=torch.bool, device=target.device)
-        far = distance.masked_fill(~same, 0.0).amax(1)
-        near = distance.masked_fill(~other, float("inf")).amin(1)
-        counts = same.any(1) & other.any(1)
-        losses = torch.relu(torch.where(counts, far - torch.where(counts, near, 0.0) + self.margin, 0.0))
-        return losses.sum(), counts.sum().to(losses.dtype)
+        views, scale, bias = embeddings
+        first, second = torch.nn.functional.normalize(views, dim=-1).unbind(1)
+        logits = first @ second.T * scale + bias
+        own = torch.eye(len(valid), dtype=logits.dtype, device=logits.device)
+        losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, own, reduction="none")
+        return (losses * (valid[:, None] & valid)).sum(), valid.sum().to(losses.dtype)
+
+    def right(self, embeddings: Tree, target: Tree) -> Sequence[torch.Tensor]:
+        return super().right((embeddings[0], 1.0), target)
+
+
+class OfClasses(ComparingLoss):
+    """The base of the losses that bring the embeddings of one class together."""
+
+    takes = ("class",)
+    normalize = True  # whether distances are between embeddings of length 1
 
     def _distances(self, embeddings: torch.Tensor) -> torch.Tensor:
         z = embeddings[:, 0]
@@ -306,3 +326,51 @@ class Triplet(ComparingLoss):
         if target.is_floating_point() or target.dim() != 1:
             return f"are {target.dtype} in {target.dim()} dimensions, and it wants one class number for each sample (n,)"
         return None
+
+
+class Triplet(OfClasses):
+    """Triplet loss with the hardest samples of the global batch (Hermans et al. 2017).
+
+    Each sample is to be closer to the farthest sample of its class than to the nearest of any other, by `margin`. Samples
+    without one of both do not count. Distances are Euclidean, between embeddings of length 1 if `normalize`.
+    """
+
+    changes = "keeps samples of other classes further away than those of the same by a margin"
+
+    def __init__(self, margin: Positive = 0.2, normalize: bool = True, group: Count = 32) -> None:
+        self.margin, self.normalize, self.group = margin, normalize, group
+
+    def over_all(self, embeddings: Tree, target: Tree, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        distance = self._distances(embeddings)
+        both = valid[:, None] & valid
+        same = (target[:, None] == target) & both
+        other = (target[:, None] != target) & both
+        same = same & ~torch.eye(len(target), dtype=torch.bool, device=target.device)
+        far = distance.masked_fill(~same, 0.0).amax(1)
+        near = distance.masked_fill(~other, float("inf")).amin(1)
+        counts = same.any(1) & other.any(1)
+        losses = torch.relu(torch.where(counts, far - torch.where(counts, near, 0.0) + self.margin, 0.0))
+        return losses.sum(), counts.sum().to(losses.dtype)
+
+
+class SupCon(OfClasses):
+    """Supervised contrastive loss (Khosla et al. 2020, equation 2): each sample finds all others of its class in the batch.
+
+    Of the softmax over its similarities to all other samples, divided by `temperature`, it is the mean of -log over those of its
+    class. Samples that are alone of their class do not count.
+    """
+
+    changes = "draws all samples of a class together, and those of other classes apart"
+
+    def __init__(self, temperature: Positive = 0.1, group: Count = 32) -> None:
+        self.temperature, self.group = temperature, group
+
+    def over_all(self, embeddings: Tree, target: Tree, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = torch.nn.functional.normalize(embeddings[:, 0], dim=-1)
+        scores = z @ z.T / self.temperature
+        others = (valid[:, None] & valid).fill_diagonal_(False)
+        # A row without others gets a finite sum, so that its gradient is 0 and not NaN.
+        log_p = scores - scores.masked_fill(~others, torch.finfo(scores.dtype).min / 2).logsumexp(1, keepdim=True)
+        same = (target[:, None] == target) & others
+        losses = -torch.where(same, log_p, 0.0).sum(1) / same.sum(1).clamp(min=1)
+        return losses.sum(), same.any(1).sum().to(losses.dtype)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.machine.device import sum_dtype
-from drivetrain.core.options.option import BuildContext, Positive, RunSpec
+from drivetrain.core.options.option import BuildContext, NonNegative, Positive, RunSpec
 from drivetrain.core.step.trees import Tree, shape_of
 from drivetrain.loss.base import Loss, same_shape, wide
 from drivetrain.loss.classification import IGNORE, OverClasses, check_pixels
@@ -117,6 +118,33 @@ class Quantile(Regression):
         return torch.stack([total.to(dtype), covered.sum().to(dtype) * len(self.quantiles), count])
 
 
+class GaussianNll(Regression):
+    """Negative log-likelihood of a normal distribution (Nix and Weigend 1994), as torch.nn.GaussianNLLLoss.
+
+    The model estimates a mean and the logarithm of a variance for each number: (n, numbers × 2), those of the first number first.
+    A variance below `eps` counts as `eps`.
+    """
+
+    changes = "also learns the variance of the target, by which errors weigh"
+    name = "gaussian_nll"
+
+    def __init__(self, eps: Positive = 1e-6) -> None:
+        self.eps = eps
+
+    def outputs(self, classes: int) -> int:
+        return 2 * classes
+
+    def problem(self, target: object, classes: int) -> str | None:
+        return super().problem(target, classes // 2)
+
+    def sum_and_count(self, output: torch.Tensor, target: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, log_variance = wide(output).unflatten(1, (-1, 2)).unbind(-1)
+        _, target = same_shape(mean, target, self.name)
+        log_variance = log_variance.clamp(min=math.log(self.eps))
+        losses = (log_variance + (target.view_as(mean) - mean).square() * (-log_variance).exp()) / 2
+        return losses.sum(), self.count(target).to(losses.dtype)
+
+
 class DiceLoss(OverClasses):
     """Soft Dice loss (Milletari et al. 2016): one minus twice the overlap over the sum of both regions.
 
@@ -148,10 +176,12 @@ class DiceLoss(OverClasses):
         classes = torch.arange(p.shape[1], device=p.device).view(-1, *[1] * (p.dim() - 2))
         t = (target.unsqueeze(1) == classes) & counts
         overlap = (p * t).flatten(2).sum(2)  # (n, classes)
-        both = p.flatten(2).sum(2) + t.flatten(2).sum(2)
-        dice = (2 * overlap + self.smooth) / (both + self.smooth)
-        per_image = (1 - dice).mean(1)
+        per_image = (1 - self.ratio(overlap, p.flatten(2).sum(2), t.flatten(2).sum(2))).mean(1)
         return (per_image * counts.flatten(1).any(1)).sum(), self.count(target).to(p.dtype)
+
+    def ratio(self, overlap: torch.Tensor, predicted: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """How well regions agree, 1 at best, by the sizes of their overlap and of each, (n, classes)."""
+        return (2 * overlap + self.smooth) / (predicted + real + self.smooth)
 
     def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         """Sums of the loss and of the shares of right pixels in each image, and the number of images (3,)."""
@@ -161,3 +191,23 @@ class DiceLoss(OverClasses):
         right = ((output.argmax(1) == target) & counts).flatten(1).sum(1, dtype=dtype)
         accuracy = right / counts.flatten(1).sum(1).clamp(min=1)
         return torch.stack([total.to(dtype), accuracy.sum(), count.to(dtype)])
+
+
+class Tversky(DiceLoss):
+    """Tversky loss (Salehi et al. 2017): Dice loss in which pixels too many and pixels missed weigh differently.
+
+    It is one minus overlap / (overlap + alpha × pixels too many + beta × pixels missed), with `smooth` added to both sides. Both
+    0.5 is Dice loss with twice the `smooth`.
+    """
+
+    changes = "minimizes the overlap's complement, with missed pixels weighing more than pixels too many"
+
+    def __init__(
+        self, alpha: NonNegative = 0.3, beta: NonNegative = 0.7, smooth: Positive = 1.0, ignore_index: int = IGNORE
+    ) -> None:
+        super().__init__(smooth, ignore_index)
+        self.alpha, self.beta = alpha, beta
+
+    def ratio(self, overlap: torch.Tensor, predicted: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        errors = self.alpha * (predicted - overlap) + self.beta * (real - overlap)
+        return (overlap + self.smooth) / (overlap + errors + self.smooth)

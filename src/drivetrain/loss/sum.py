@@ -96,6 +96,10 @@ class Sum(PartedLoss):
         for loss in self.losses.values():
             loss.setup(context)
 
+    def add_parameters(self, model: torch.nn.Module) -> None:
+        for loss in self.losses.values():
+            loss.add_parameters(model)
+
     def keeps(self) -> dict[str, object]:
         return {name: kept for loss in self.losses.values() for name, kept in loss.keeps().items()}
 

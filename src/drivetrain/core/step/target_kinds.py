@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-TargetKind = Literal["class", "labels", "values", "mask", "tokens", "words", "pair"]
+TargetKind = Literal["class", "labels", "values", "mask", "tokens", "words", "pair", "sequence"]
 DESCRIPTIONS: dict[TargetKind, str] = {
     "class": "one class for each sample",
     "labels": "any number of labels for each sample",
@@ -13,10 +13,11 @@ DESCRIPTIONS: dict[TargetKind, str] = {
     "tokens": "the next token at each position",
     "words": "a class for each word",
     "pair": "two views of each sample",
+    "sequence": "a sequence of classes for each sample",
 }
 FITTING_LOSS: dict[TargetKind, str] = {  # named in messages
     "class": "cross_entropy", "labels": "bce", "values": "mse", "mask": "cross_entropy", "tokens": "next_token",
-    "words": "token", "pair": "contrastive",
+    "words": "token", "pair": "contrastive", "sequence": "ctc",
 }  # fmt: skip
 
 

@@ -1,0 +1,56 @@
+"""loss=arcface: cross entropy of cosines, with a margin."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+from annotated_types import Ge, Lt
+
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.options.option import Positive
+from drivetrain.core.step.architecture import Architecture
+from drivetrain.core.step.modules import put_in_place
+from drivetrain.core.step.trees import Tree
+from drivetrain.loss.base import SMALLEST, wide
+from drivetrain.loss.classification import OverClasses, check_pixels
+
+Margin = Annotated[float, Ge(0), Lt(1.5)]
+
+
+class ArcFace(OverClasses):
+    """Additive angular margin (Deng et al. 2019): embeddings of a class come within a narrower angle of its centre.
+
+    The model's last linear layer gives `scale` × the cosines between its input and its rows, the centres of the classes, without
+    a bias; what it reads is the embedding. In training the angle to the right class is `margin` radians wider; beyond π, where
+    that would count for less, the cosine is lower by margin × sin margin instead. An evaluation is without the margin.
+    """
+
+    changes = "classifies by angles, and keeps a margin between classes"
+    takes = ("class",)
+
+    def __init__(self, margin: Margin = 0.5, scale: Positive = 64.0) -> None:
+        self.margin, self.scale = margin, scale
+
+    def add_parameters(self, model: torch.nn.Module) -> None:
+        """Put a layer that gives cosines in the place of the model's last one. Raises UserError where it is not linear."""
+        from drivetrain.loss.cosine import CosineLinear
+
+        outputs = Architecture.of(model).outputs
+        layer = model.get_submodule(outputs[-1]) if outputs else model
+        if type(layer) is not torch.nn.Linear or layer is model:
+            raise UserError(
+                f"loss=arcface makes cosines of the linear layer that gives the model's outputs, and {type(layer).__name__} is "
+                "none: end the model with torch.nn.Linear, or set loss=cross_entropy"
+            )
+        put_in_place(model, [(layer, CosineLinear.of(layer, self.scale))])
+
+    def sum_and_count(self, output: torch.Tensor, target: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+        check_pixels(output, target)
+        logits, right = wide(output), target.long().clamp(min=0).unsqueeze(1)
+        cosine = (logits.gather(1, right) / self.scale).clamp(-1, 1)
+        sine = (1 - cosine.square()).clamp(min=SMALLEST).sqrt()  # the square root has no gradient at 0
+        wider = cosine * math.cos(self.margin) - sine * math.sin(self.margin)
+        wider = torch.where(cosine > -math.cos(self.margin), wider, cosine - self.margin * math.sin(self.margin))
+        return self.plain_sum(logits.scatter(1, right, self.scale * wider), target), self.count(target).to(logits.dtype)
