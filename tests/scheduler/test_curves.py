@@ -70,6 +70,11 @@ def warmed(make: Callable[[Optimizer], Any], length: int, start: float = 0.0) ->
     return both
 
 
+def noam(warmup: int) -> Callable[[int], float]:
+    """The formula of Vaswani et al. 2017, section 5.3, divided by its peak: steps from 1."""
+    return lambda u: warmup**0.5 * min((u + 1) ** -0.5, (u + 1) * warmup**-1.5)
+
+
 SAME = {
     "constant": (ours.Scheduler(), lambda o: theirs.ConstantLR(o, factor=1.0)),
     "constant, warm-up": (ours.Scheduler(warmup=24), warmed(lambda o: theirs.ConstantLR(o, factor=1.0), 24)),
@@ -89,6 +94,12 @@ SAME = {
     "poly, warm-up": (curves.Poly(power=0.9, warmup=40), warmed(lambda o: theirs.PolynomialLR(o, 200, 0.9), 40)),
     "exponential": (curves.Exponential(gamma=0.98, every=1), lambda o: theirs.ExponentialLR(o, 0.98)),
     "exponential, epochs": (curves.Exponential(gamma=0.9, every="1ep"), lambda o: theirs.ExponentialLR(o, 0.9 ** (1 / 12))),
+    "inverse_sqrt": (curves.InverseSqrt(warmup=24), lambda o: theirs.LambdaLR(o, noam(25))),
+    "inverse_sqrt, no warm-up": (curves.InverseSqrt(warmup=0), lambda o: theirs.LambdaLR(o, lambda u: (u + 1) ** -0.5)),
+    "inverse_sqrt, timescale": (
+        curves.InverseSqrt(warmup=24, timescale="5ep"),
+        lambda o: theirs.LambdaLR(o, lambda u: (u + 1) / 25 if u < 24 else (60 / (60 + u - 24)) ** 0.5),
+    ),
     "wsd": (
         curves.Wsd(warmup=24, decay=0.25),
         lambda o: theirs.SequentialLR(
@@ -363,6 +374,7 @@ REFUSED = {
     "scheduler=wsd scheduler.decay=200": "are 8 + 200 updates, more than the run's 165",
     "scheduler=wsd scheduler.shape=exponential": "set scheduler.final above 0",
     "scheduler=step scheduler.every=0": "scheduler.every=0 is zero updates",
+    "scheduler=inverse_sqrt scheduler.timescale=0": "scheduler.timescale=0 is zero updates",
     "scheduler=exponential scheduler.every=0ep": "scheduler.every=0ep is zero updates",
     "scheduler=cyclic scheduler.up=0": "scheduler.up=0 is zero updates",
     "scheduler=cyclic scheduler.down=0": "scheduler.down=0 is zero updates",

@@ -156,6 +156,31 @@ class Exponential(Scheduler):
         return float(self.gamma ** (since / self._every))
 
 
+class InverseSqrt(Scheduler):
+    """√(timescale / updates) after the warm-up (Vaswani et al. 2017, the "Noam" schedule; transformers' inverse_sqrt).
+
+    Without a `timescale` it is the warm-up's: the whole curve is min(u / w, √(w / u)) at update u, from 1, and w is where the
+    warm-up ends.
+    """
+
+    lengths = ("warmup", "timescale")
+
+    def __init__(self, warmup: Length = 0.05, warmup_start: Share = 0.0, timescale: Length | None = None) -> None:
+        super().__init__(warmup, warmup_start)
+        self.timescale = timescale
+
+    def horizon_problems(self, horizon: Horizon) -> Iterator[str]:
+        if self.timescale is not None:
+            yield from zero_length_problem("timescale", self.timescale, horizon)
+
+    def set_horizon(self, horizon: Horizon) -> None:
+        super().set_horizon(horizon)
+        self._timescale = self._warmup + 1 if self.timescale is None else horizon.in_updates(self.timescale)
+
+    def factor_after_warmup(self, since: int) -> float:
+        return math.sqrt(self._timescale / (self._timescale + since))
+
+
 class Wsd(Scheduler):
     """Warm-up, stable, decay: full learning rate until the last `decay` (Hu et al. 2024, MiniCPM; sqrt: Hägele et al. 2024)."""
 
