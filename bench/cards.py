@@ -75,7 +75,7 @@ OPTIONS = {
     "surgery=[fused_norm]": Case(OWN, "surgery=[]"),
     "batch=accumulate": Case((*GPT, "batch.global_batch=32"), "batch=fixed", ("batch.accumulation_steps=4",)),
     "augment=[random_erasing]": Case(DIGITS, "augment=[]", ("augment.random_erasing.fill=mean",)),
-    "augment=[randaugment]": Case(PHOTOS, "augment=[]"),
+    **{f"augment=[{name}]": Case(PHOTOS, "augment=[]") for name in ("randaugment", "trivialaugment", "three_augment")},
     "augment=[color_jitter]": Case(PHOTOS, "augment=[]"),
     "augment=[random_resized_crop]": Case(PHOTOS, "augment=[]"),
     "optimizer=muon": Case(GPT, "optimizer=adamw"),

@@ -14,7 +14,7 @@ from drivetrain.augment.color import ColorJitter
 from drivetrain.augment.erasing import RandomErasing
 from drivetrain.augment.geometry import FlipCrop, RandomResizedCrop, _resize_matrix, _stretched, random_boxes, resized_crop, warp
 from drivetrain.augment.mixing import CutMix, Mixup
-from drivetrain.augment.randaugment import OPERATIONS, RandAugment
+from drivetrain.augment.randaugment import BINS, OPERATIONS, WIDE, RandAugment, ThreeAugment, TrivialAugment
 from drivetrain.core.step import rng
 from drivetrain.loss.classification import CrossEntropy
 
@@ -35,7 +35,7 @@ def photographs(n: int, h: int, w: int) -> torch.Tensor:
 
 
 IMAGES = photographs(6, 32, 40)
-PLAIN = (FlipCrop, RandomResizedCrop, ColorJitter, RandAugment, RandomErasing)
+PLAIN = (FlipCrop, RandomResizedCrop, ColorJitter, RandAugment, RandomErasing, TrivialAugment, ThreeAugment)
 
 
 def differing(a: torch.Tensor, b: torch.Tensor, by: float = 0) -> float:
@@ -166,9 +166,15 @@ NAMES = {
 MOVES = {"shear_x", "shear_y", "translate_x", "translate_y", "rotate"}
 
 
-def reference(name: str, x: torch.Tensor, magnitude: int, minus: bool) -> torch.Tensor:
-    """torchvision's RandAugment with this operation and sign."""
-    theirs = v2.RandAugment(magnitude=magnitude, fill=128)
+THEIRS = {
+    "randaugment": (OPERATIONS, lambda: v2.RandAugment(fill=128)),
+    "trivialaugment": (WIDE, lambda: v2.TrivialAugmentWide(fill=128)),
+}
+
+
+def reference(name: str, x: torch.Tensor, magnitude: int, minus: bool, of: str = "randaugment") -> torch.Tensor:
+    """torchvision's RandAugment or TrivialAugmentWide with this operation, strength and sign."""
+    theirs = THEIRS[of][1]()
     strengths, signed = theirs._AUGMENTATION_SPACE[NAMES[name]]
     strengths = strengths(theirs.num_magnitude_bins, *x.shape[-2:])
     strength = 0.0 if strengths is None else float(strengths[magnitude]) * (-1 if signed and minus else 1)
@@ -177,15 +183,18 @@ def reference(name: str, x: torch.Tensor, magnitude: int, minus: bool) -> torch.
 
 def test_the_operations_are_torchvisions():
     assert [NAMES[name] for name in OPERATIONS] == list(v2.RandAugment._AUGMENTATION_SPACE)
+    assert [NAMES[name] for name in WIDE] == list(v2.TrivialAugmentWide._AUGMENTATION_SPACE)
+    assert v2.TrivialAugmentWide().num_magnitude_bins == BINS
 
 
+@pytest.mark.parametrize("of", THEIRS)
 @pytest.mark.parametrize("magnitude", [0, 9, 14, 30])
 @pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if operation is not None])
-def test_an_operation_is_torchvisions_a_sample_at_a_time(name, magnitude):
+def test_an_operation_is_torchvisions_a_sample_at_a_time(name, magnitude, of):
     minus = [True, False, False, True, True, False]
     level = torch.tensor([-1.0 if m else 1.0 for m in minus]) * magnitude / 30
-    ours = OPERATIONS[name](IMAGES, level, 128)
-    theirs = torch.stack([reference(name, x, magnitude, m) for x, m in zip(IMAGES, minus, strict=True)])
+    ours = THEIRS[of][0][name](IMAGES, level, 128)
+    theirs = torch.stack([reference(name, x, magnitude, m, of) for x, m in zip(IMAGES, minus, strict=True)])
     if name in MOVES:
         assert differing(ours, theirs) < 0.01  # positions half way between two pixels fall to either
     else:
@@ -223,6 +232,35 @@ def test_randaugment_is_its_drawn_operations_one_after_the_other():
     equal = [differing(a, b, by=1) < 0.02 for a, b in zip(ours, theirs, strict=True)]
     assert sum(equal) >= n - 2  # an equalised image tells levels apart that one pixel decided
     assert sum(torch.equal(a, b) for a, b in zip(ours, x, strict=True)) < n / 8
+
+
+def test_trivialaugment_is_one_drawn_operation_of_any_strength():
+    n = 60
+    x, indices = photographs(n, 16, 16), torch.arange(n)
+    ours = TrivialAugment(fill=128)(x, 5, 1, indices)
+    draws = [rng.uniform(5, 1, indices, stream) for stream in base.TRIVIAL]
+    names, strengths = (draws[0] * 14).long().tolist(), (draws[1] * 31).long().tolist()
+    drawn = zip(x, names, strengths, (draws[2] < 0.5).tolist(), strict=True)
+    theirs = [reference(list(WIDE)[o], t, k, m, "trivialaugment") for t, o, k, m in drawn]
+    assert sum(differing(a, b, by=1) < 0.02 for a, b in zip(ours, theirs, strict=True)) >= n - 2
+    assert len(set(strengths)) > 20
+
+
+def test_three_augment_is_grey_solarized_or_blurred():
+    n = 30
+    x, indices = photographs(n, 20, 24), torch.arange(n)
+    ours = ThreeAugment()(x, 5, 1, indices)
+    chosen, deviation = (rng.uniform(5, 1, indices, stream) for stream in base.THREE)
+    kinds = (chosen * 3).long().tolist()
+    assert set(kinds) == {0, 1, 2}
+    for sample, made, kind, share in zip(x, ours, kinds, deviation.tolist(), strict=True):
+        theirs = [
+            lambda t: functional.rgb_to_grayscale(t, 3),
+            lambda t: functional.solarize(t, 128),
+            lambda t, s=share: functional.gaussian_blur(t, [13, 13], [0.1 + 1.9 * s] * 2),
+        ][kind](sample)
+        assert differing(made, theirs, by=1) == 0
+        assert differing(made, theirs) < 0.02
 
 
 # --- crops ---
@@ -404,7 +442,7 @@ def test_cutmix_is_the_papers_box():
                 [f"data={data}", "model=resnet9", f"augment=[{o}]"],
                 f"augment=[{o}] works on RGB images with values 0 … 255; data={data}",
             )
-            for o in ("randaugment", "color_jitter")
+            for o in ("randaugment", "trivialaugment", "three_augment", "color_jitter")
             for data in ("digits", "synthetic")
         ),
         *(

@@ -107,3 +107,5 @@ SIGN = range(120, 140)  # the same
 MIXER = range(140, 141)  # which of several mixing options
 MIXUP = range(142, 143)  # the share
 CUTMIX = range(144, 147)  # the same, then the position down and right
+TRIVIAL = range(150, 153)  # the operation, its strength and sign
+THREE = range(153, 155)  # the operation, and the deviation of a blur

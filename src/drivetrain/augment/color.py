@@ -7,6 +7,7 @@ computed in float and truncated, not rounded, as there and in Pillow. Float imag
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from typing import Annotated
 
 import annotated_types
@@ -17,6 +18,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.options.option import NonNegative, RunSpec
 from drivetrain.core.step import rng
 
+REACH = 6  # pixels of a blur to each side
 Half = Annotated[float, annotated_types.Ge(0), annotated_types.Le(0.5)]
 
 
@@ -152,3 +154,20 @@ def equalize(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     table = (below - counts + step // 2) // step.clamp(min=1)
     table = torch.where(step == 0, torch.arange(256, device=x.device), table.clamp_(max=255))
     return table.to(torch.uint8).gather(2, flat).view_as(x)
+
+
+def blur(x: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor:
+    """Blur uint8 images by Gaussian kernels of these deviations (n,) in pixels, up to 2, cut off at three times that.
+
+    What is outside of an image is what its border reflects, as torchvision's gaussian_blur has it; of one too small, its border.
+    """
+    places = torch.arange(-REACH, REACH + 1, device=x.device)
+    weights = torch.softmax(-((places / deviation.unsqueeze(1)) ** 2) / 2, 1).unbind(1)
+    out = x.float()
+    for dimension in (2, 3):
+        pad = [REACH, REACH, 0, 0] if dimension == 3 else [0, 0, REACH, REACH]
+        size = x.shape[dimension]
+        out = torch.nn.functional.pad(out, pad, "reflect" if size > REACH else "replicate")
+        shifted = (out.narrow(dimension, i, size) * per_sample(weight) for i, weight in enumerate(weights))
+        out = reduce(lambda total, part: total.add_(part), shifted)
+    return out.round_().clamp_(0, 255).to(torch.uint8)

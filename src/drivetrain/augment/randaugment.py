@@ -1,9 +1,9 @@
-"""RandAugment."""
+"""Operations drawn for each sample: RandAugment, TrivialAugment, and DeiT III's three."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar
 
 import annotated_types
 
@@ -21,36 +21,34 @@ Byte = Annotated[int, annotated_types.Ge(0), annotated_types.Le(255)]
 Operation = Callable[["torch.Tensor", "torch.Tensor", int], "torch.Tensor"]  # uint8 images, levels −1 … 1 (n,), fill → images
 
 
-class RandAugment(Augment):
-    """Applies `n` random operations of 14 to each sample, one after the other, all of one magnitude (Cubuk et al. 2020).
-
-    Operations and strengths are those of torchvision's RandAugment. Samples that drew the same operation are processed together.
-    """
+class RandomOperations(Augment):
+    """The base of what draws an operation for each sample. Samples that drew the same operation are processed together."""
 
     effect = "changes"
     changes = "training images, by random operations"
     draws_on_cpu = True
+    name: ClassVar[str]
+    operations: ClassVar[Mapping[str, Operation | None]]
+    fill = 0  # value of pixels from outside the image
 
-    def __init__(self, n: Operations = 2, magnitude: Magnitude = 9.0, fill: Byte = 128) -> None:
-        self.n, self.magnitude, self.fill = n, magnitude, fill
+    def draws(self, seed: int, epoch: int, indices: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield for one operation after another its numbers and levels (n,), on the CPU."""
+        raise self.unwritten("draws")
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        yield from require_still_targets(run, "randaugment")
+        yield from require_still_targets(run, self.name)
 
     def validate_shape(self, run: RunSpec, shape: Sequence[int]) -> Iterator[str]:
-        yield from require_images(run, shape, "randaugment", rgb=True)
+        yield from require_images(run, shape, self.name, rgb=True)
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
         out = x.mul(255).round_().to(torch.uint8) if x.is_floating_point() else x
-        for slot in range(self.n):
-            chosen = (rng.uniform(seed, epoch, indices, base.OPERATION[slot]) * len(OPERATIONS)).long()
-            minus = rng.uniform(seed, epoch, indices, base.SIGN[slot]) < 0.5
-            level = torch.where(minus, -self.magnitude / 30, self.magnitude / 30)
+        for chosen, level in self.draws(seed, epoch, indices):
             order = chosen.argsort(stable=True)  # groups of one operation are views; one copy there and back
             levels = send(level[order], x.device)
-            counts = chosen.bincount(minlength=len(OPERATIONS)).tolist()
+            counts = chosen.bincount(minlength=len(self.operations)).tolist()
             out = out.index_select(0, send(order, x.device))
-            parts = zip(OPERATIONS.values(), out.split(counts), levels.split(counts), strict=True)
+            parts = zip(self.operations.values(), out.split(counts), levels.split(counts), strict=True)
             out = torch.cat([self._operate(*part) for part in parts])
             out = out.index_select(0, send(order.argsort(), x.device))
         return out.to(x.dtype).div_(255) if x.is_floating_point() else out
@@ -59,6 +57,10 @@ class RandAugment(Augment):
         if operation is None or not len(x):
             return x
         return in_chunks(lambda part, by: operation(part, by, self.fill), x, levels)
+
+    def drawn(self, seed: int, epoch: int, indices: torch.Tensor, stream: int, choices: int) -> torch.Tensor:
+        """Whole numbers below `choices`, one for each sample (n,)."""
+        return (rng.uniform(seed, epoch, indices, stream) * choices).long()
 
 
 def _affine(entries: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor | float, ...]]) -> Operation:
@@ -75,30 +77,99 @@ def _affine(entries: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor |
     return operation
 
 
-def _rotated(x: torch.Tensor, level: torch.Tensor) -> tuple[torch.Tensor | float, ...]:
-    angle = torch.deg2rad(30 * level)
-    return angle.cos(), -angle.sin(), 0.0, angle.sin(), angle.cos(), 0.0
+def table(shear: float, turn: float, factor: float, bits: int, shift: Callable[[int], float]) -> dict[str, Operation | None]:
+    """Return the operations by name, each for levels −1 … 1.
+
+    At level 1 a shear is `shear`, a rotation `turn` degrees, a colour's factor 1 + `factor`; `bits` are gone, and `shift(size)`
+    pixels of a size are moved out.
+    """
+
+    def rotated(x: torch.Tensor, level: torch.Tensor) -> tuple[torch.Tensor | float, ...]:
+        angle = torch.deg2rad(turn * level)
+        return angle.cos(), -angle.sin(), 0.0, angle.sin(), angle.cos(), 0.0
+
+    def blended(operation: Callable[..., torch.Tensor]) -> Operation:
+        on_bytes = color.on_bytes(operation)
+        return lambda x, level, fill: on_bytes(x, 1 + factor * level)
+
+    return {
+        "identity": None,
+        # shears are about the top left corner
+        "shear_x": _affine(lambda x, level: (1.0, shear * level, shear * level * (x.shape[2] / 2), 0.0, 1.0, 0.0)),
+        "shear_y": _affine(lambda x, level: (1.0, 0.0, 0.0, shear * level, 1.0, shear * level * (x.shape[3] / 2))),
+        "translate_x": _affine(lambda x, level: (1.0, 0.0, -(level * shift(x.shape[3])).trunc(), 0.0, 1.0, 0.0)),
+        "translate_y": _affine(lambda x, level: (1.0, 0.0, 0.0, 0.0, 1.0, -(level * shift(x.shape[2])).trunc())),
+        "rotate": _affine(rotated),
+        "brightness": blended(color.brightness),
+        "color": blended(color.saturation),
+        "contrast": blended(color.contrast),
+        "sharpness": blended(color.sharpness),
+        "posterize": lambda x, level, fill: color.posterize(x, 8 - (bits * level.abs()).round()),
+        "solarize": lambda x, level, fill: color.solarize(x, 255 * (1 - level.abs())),
+        "autocontrast": lambda x, level, fill: color.autocontrast(x, level),
+        "equalize": lambda x, level, fill: color.equalize(x, level),
+    }
 
 
-def _factor(operation: Callable[..., torch.Tensor]) -> Operation:
-    on_bytes = color.on_bytes(operation)
-    return lambda x, level, fill: on_bytes(x, 1 + 0.9 * level)
+OPERATIONS = table(0.3, 30, 0.9, 4, lambda size: 150 / 331 * size)
+WIDE = table(0.99, 135, 0.99, 6, lambda size: 32)
+BINS = 31  # levels of the wide operations
 
 
-OPERATIONS: dict[str, Operation | None] = {
-    "identity": None,
-    # shears are about the top left corner
-    "shear_x": _affine(lambda x, level: (1.0, 0.3 * level, 0.3 * level * (x.shape[2] / 2), 0.0, 1.0, 0.0)),
-    "shear_y": _affine(lambda x, level: (1.0, 0.0, 0.0, 0.3 * level, 1.0, 0.3 * level * (x.shape[3] / 2))),
-    "translate_x": _affine(lambda x, level: (1.0, 0.0, -(level * (150 / 331 * x.shape[3])).trunc(), 0.0, 1.0, 0.0)),
-    "translate_y": _affine(lambda x, level: (1.0, 0.0, 0.0, 0.0, 1.0, -(level * (150 / 331 * x.shape[2])).trunc())),
-    "rotate": _affine(_rotated),
-    "brightness": _factor(color.brightness),
-    "color": _factor(color.saturation),
-    "contrast": _factor(color.contrast),
-    "sharpness": _factor(color.sharpness),
-    "posterize": lambda x, level, fill: color.posterize(x, 8 - (4 * level.abs()).round()),
-    "solarize": lambda x, level, fill: color.solarize(x, 255 * (1 - level.abs())),
-    "autocontrast": lambda x, level, fill: color.autocontrast(x, level),
-    "equalize": lambda x, level, fill: color.equalize(x, level),
-}
+class RandAugment(RandomOperations):
+    """Applies `n` random operations of 14 to each sample, one after the other, all of one magnitude (Cubuk et al. 2020).
+
+    Operations and strengths are those of torchvision's RandAugment.
+    """
+
+    name, operations = "randaugment", OPERATIONS
+
+    def __init__(self, n: Operations = 2, magnitude: Magnitude = 9.0, fill: Byte = 128) -> None:
+        self.n, self.magnitude, self.fill = n, magnitude, fill
+
+    def draws(self, seed: int, epoch: int, indices: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for slot in range(self.n):
+            minus = rng.uniform(seed, epoch, indices, base.SIGN[slot]) < 0.5
+            level = torch.where(minus, -self.magnitude / 30, self.magnitude / 30)
+            yield self.drawn(seed, epoch, indices, base.OPERATION[slot], len(OPERATIONS)), level
+
+
+class TrivialAugment(RandomOperations):
+    """Applies one random operation of 14 at a random strength to each sample (Müller and Hutter 2021).
+
+    Operations and strengths are those of torchvision's TrivialAugmentWide.
+    """
+
+    name, operations = "trivialaugment", WIDE
+
+    def __init__(self, fill: Byte = 0) -> None:
+        self.fill = fill
+
+    def draws(self, seed: int, epoch: int, indices: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        chosen, strength, sign = base.TRIVIAL
+        level = self.drawn(seed, epoch, indices, strength, BINS) / (BINS - 1)
+        minus = rng.uniform(seed, epoch, indices, sign) < 0.5
+        yield self.drawn(seed, epoch, indices, chosen, len(WIDE)), torch.where(minus, -level, level)
+
+
+class ThreeAugment(RandomOperations):
+    """Makes each sample grey, inverts its bright values, or blurs it, each of the three as often (Touvron et al. 2022, DeiT III).
+
+    Strengths are those of the authors and of timm's policy 3a: bright is 128 and above, the deviation of the blur is between 0.1
+    and 2 pixels. Flips, crops and colour jitter, which the paper has beside, are options of their own.
+    """
+
+    name = "three_augment"
+    operations: ClassVar[Mapping[str, Operation | None]] = {
+        "gray": lambda x, level, fill: color.gray(x.float()).to(torch.uint8).expand_as(x),
+        "solarize": lambda x, level, fill: color.solarize(x, torch.full_like(level, 128)),
+        "blur": lambda x, level, fill: color.blur(x, level),
+    }
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from ()  # no pixel moves
+
+    def draws(self, seed: int, epoch: int, indices: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        chosen, deviation = base.THREE
+        level = 0.1 + 1.9 * rng.uniform(seed, epoch, indices, deviation)
+        yield self.drawn(seed, epoch, indices, chosen, len(self.operations)), level
