@@ -341,6 +341,37 @@ def orthogonal(g: np.ndarray) -> np.ndarray:
     return x.T if g.shape[0] > g.shape[1] else x
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("normalize", ["none", "neurons"])
+def test_muons_variants_are_their_papers_updates(normalize: str, cautious: bool, transposed: bool, monkeypatch: Any) -> None:
+    """In float64, with an iteration that is not in 16 bits. A stack of two, whose neurons are rows, or columns."""
+    exact = lambda g, steps: torch.from_numpy(np.stack([orthogonal(m) for m in g.numpy()]))  # noqa: E731
+    monkeypatch.setattr("drivetrain.optimizer.algorithms.muon.orthogonalised", exact)
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=(2, 5, 3))
+    p = torch.nn.Parameter(torch.from_numpy(start.swapaxes(1, 2).copy() if transposed else start.copy()))
+    optimizer = Muon(
+        [{"params": [p], "stacked": True, "transposed": transposed}], lr=0.1, weight_decay=0.2, momentum=0.9, nesterov=True,
+        scale="original", ns_steps=5, normalize=normalize, normalize_beta=0.8, cautious_decay=cautious,
+    )  # fmt: skip
+    w, m, v = start.copy(), np.zeros_like(start), np.zeros((2, 5, 1))
+    for _ in range(STEPS):
+        g = rng.normal(size=start.shape)
+        p.grad = torch.from_numpy(g.swapaxes(1, 2).copy() if transposed else g.copy())
+        optimizer.step()
+        m = 0.9 * m + 0.1 * g
+        o = np.stack([orthogonal(each) for each in 0.1 * g + 0.9 * m])
+        if normalize == "neurons":
+            v = 0.8 * v + 0.2 * (o**2).mean(2, keepdims=True)
+            scaled = o / np.sqrt(v)
+            o = scaled * np.linalg.norm(o, axis=(1, 2), keepdims=True) / np.linalg.norm(scaled, axis=(1, 2), keepdims=True)
+        move = 0.1 * np.sqrt(5 / 3) * o
+        w = w - 0.1 * 0.2 * w * ((move * w >= 0) | (not cautious)) - move
+    found = p.detach().numpy()
+    np.testing.assert_allclose(found.swapaxes(1, 2) if transposed else found, w, rtol=1e-7, atol=1e-9)
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_muon_on_kernels_and_adamw_for_the_rest(channels_last: bool) -> None:
     torch.manual_seed(0)

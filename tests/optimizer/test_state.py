@@ -23,6 +23,7 @@ ALL = [
     *(pytest.param(packages.Shampoo, {**ROOTS, "graft": g}, "plain", id=f"Shampoo {g}") for g in ("sgd", "rmsprop")),
     pytest.param(packages.Shampoo, {**ROOTS, "block_size": 4}, "bf16", id="Shampoo bf16"),
     *(pytest.param(o, {}, "plain", id=o.__name__) for o in (*TORCHS, *OURS)),
+    pytest.param(muon.Muon, {"normalize": "neurons", "cautious_decay": True}, "channels_last", id="NorMuon"),
     *(pytest.param(timm.TimmOptimizer, {"name": n}, "plain", id=n) for n in TIMMS),
     *(
         pytest.param(o, {}, layout, id=f"{o.__name__} {layout}", marks=[] if o is muon.Muon else pytest.mark.slow)

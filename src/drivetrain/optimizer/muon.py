@@ -57,6 +57,9 @@ class Muon(Optimizer):
     beta1: Momentum = 0.9
     beta2: Momentum = 0.95
     eps: Positive = 1e-8
+    normalize: Literal["none", "neurons"] = "none"
+    normalize_beta: Momentum = 0.95
+    cautious_decay: bool = False
     adamw: list[NamePattern] = field(default_factory=list)
     _inputs: Tree = field(default=(), init=False)  # of the model
     _of_phase: bool = field(default=False, init=False)  # whether it updates the parameters of a phase alone
@@ -112,7 +115,8 @@ class Muon(Optimizer):
             optimizers.append(
                 muon.Muon(
                     [_plain(g) for g in matrices], lr=self.lr, weight_decay=self.weight_decay, momentum=self.momentum,
-                    nesterov=self.nesterov, scale=self.scale, ns_steps=self.ns_steps,
+                    nesterov=self.nesterov, scale=self.scale, ns_steps=self.ns_steps, normalize=self.normalize,
+                    normalize_beta=self.normalize_beta, cautious_decay=self.cautious_decay,
                 )
             )  # fmt: skip
         if others:

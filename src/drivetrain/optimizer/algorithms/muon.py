@@ -15,6 +15,7 @@ from drivetrain.core.typed import StateDict
 from drivetrain.optimizer.algorithms.flat_optimizer import memory_order
 from drivetrain.saving.sharded_checkpoint import by_name
 
+EPS = 1e-10
 A, B, C = 3.4445, -4.7750, 2.0315  # coefficients of the quintic iteration
 
 
@@ -29,6 +30,10 @@ class Muon(torch.optim.Optimizer):
     singular values about 1. Matrices of one shape and device are updated together. The scale is √max(1, rows / columns); with
     `match_rms_adamw` it is 0.2 · √max(rows, columns), which gives updates the size of AdamW's (Liu et al. 2025). On matrices
     this equals torch.optim.Muon, which takes no convolutions and works on one matrix at a time.
+
+    With `normalize` "neurons" NS's result O is divided by the root of a running mean, v ← β v + (1 - β) · mean(O²), of each
+    output's own row, and then has the norm of O again (Li et al. 2025, NorMuon). With `cautious_decay` only those elements decay
+    which the update draws towards zero too (Chen et al. 2025).
     """
 
     def __init__(
@@ -41,10 +46,14 @@ class Muon(torch.optim.Optimizer):
         nesterov: bool,
         scale: Literal["original", "match_rms_adamw"],
         ns_steps: int,
+        normalize: Literal["none", "neurons"] = "none",
+        normalize_beta: float = 0.95,
+        cautious_decay: bool = False,
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         layout = {"stacked": False, "transposed": False}
-        super().__init__(params, {**defaults, **layout, "scale": scale, "ns_steps": ns_steps})
+        variant = {"normalize": normalize, "normalize_beta": normalize_beta, "cautious_decay": cautious_decay}
+        super().__init__(params, {**defaults, **layout, **variant, "scale": scale, "ns_steps": ns_steps})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -75,10 +84,29 @@ class Muon(torch.optim.Optimizer):
         matches = group["scale"] == "match_rms_adamw"
         ratio = columns / rows if group["transposed"] else rows / columns
         scale = 0.2 * math.sqrt(max(rows, columns)) if matches else math.sqrt(max(1, ratio))
-        lr = group["lr"]
-        torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
-        moves = orthogonalised(joined, group["ns_steps"]).mul_(-lr * scale).split([len(m) for m in matrices])
-        torch._foreach_add_(matrices, list(moves))
+        lr, sizes = group["lr"], [len(m) for m in matrices]
+        directions = orthogonalised(joined, group["ns_steps"])
+        if group["normalize"] == "neurons":
+            directions = self._by_neuron(directions, params, sizes, group)
+        moves = list(directions.mul_(-lr * scale).split(sizes))
+        kept = 1 - lr * group["weight_decay"]
+        if group["cautious_decay"]:
+            decayed = [torch.where(move * m <= 0, m * kept, m) for move, m in zip(moves, matrices, strict=True)]
+            torch._foreach_copy_(matrices, decayed)
+        else:
+            torch._foreach_mul_(matrices, kept)
+        torch._foreach_add_(matrices, moves)
+
+    def _by_neuron(self, directions: Tensor, params: list[Tensor], sizes: list[int], group: dict[str, Any]) -> Tensor:
+        """(n, rows, columns) → each output's row by the root of its running mean square; a matrix keeps its norm."""
+        squares = directions.square().mean(1 if group["transposed"] else 2, keepdim=True)
+        for p, own in zip(params, squares.split(sizes), strict=True):
+            if "neuron_squares" not in self.state[p]:
+                self.state[p]["neuron_squares"] = torch.zeros_like(own)
+        kept = [self.state[p]["neuron_squares"] for p in params]
+        torch._foreach_lerp_(kept, list(squares.split(sizes)), 1 - group["normalize_beta"])
+        made = directions / torch.cat(kept).sqrt().add_(EPS)
+        return made.mul_(directions.norm(dim=(1, 2), keepdim=True) / made.norm(dim=(1, 2), keepdim=True).add_(EPS))
 
 
 def _matrix(tensor: Tensor, like: Tensor) -> Tensor:
