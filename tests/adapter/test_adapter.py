@@ -95,6 +95,31 @@ def test_the_formulas_of_both_papers(float64):
         torch.testing.assert_close(layer(x), x @ v.T + layer.bias)
 
 
+@pytest.mark.parametrize("size", [(6, 5), (3, 9)])
+@pytest.mark.parametrize("adapter", [Lora, Dora])
+def test_pissa_is_its_formula_and_the_base_at_first(float64, adapter, size):
+    """A and B of the largest singular values, of equal weight; also of a rank that the weight has not."""
+    layer = nn.Linear(*size)
+    weight, x = layer.weight.detach().clone(), torch.randn(4, size[0])
+    expected = layer(x)
+    made = adapter(rank=4, alpha=3, scale="stabilized", init="pissa").adapted(layer)
+    torch.testing.assert_close(made(x), expected, rtol=1e-10, atol=1e-12)
+    assert float(made.lora_scale) == pytest.approx(1.5)  # alpha / √rank
+    rank = min(4, *size)
+    u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+    largest = u[:, :rank] @ torch.diag(s[:rank]) @ vh[:rank]
+    torch.testing.assert_close(made.weight.detach(), weight - largest, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(1.5 * made.lora_b @ made.lora_a, largest, rtol=1e-10, atol=1e-12, check_dtype=False)
+    torch.testing.assert_close(made.lora_a[:rank].norm(dim=1), made.lora_b[:, :rank].norm(dim=0))
+
+
+def test_b_learns_at_a_rate_of_its_own(make):
+    trainer = make(*MODELS["mlp"], "adapter=lora", "adapter.lr_ratio=16", "optimizer=adamw", "optimizer.lr=0.001")
+    rates = {n.rpartition(".")[2]: g["lr"] for g in trainer.optimizer.param_groups for n in g["param_names"]}
+    assert rates["lora_b"] == pytest.approx(16 * rates["lora_a"])
+    assert rates["lora_a"] == pytest.approx(rates["bias"])
+
+
 def test_dropout_is_the_corrections_alone(float64):
     layer = Lora(rank=2, dropout=0.5).adapted(nn.Linear(6, 5))
     x, base = torch.randn(2000, 6), layer(torch.zeros(1, 6)) * 0

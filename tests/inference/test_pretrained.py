@@ -49,14 +49,24 @@ def outputs(model) -> torch.Tensor:
     return found if isinstance(found, torch.Tensor) else found.logits
 
 
-QUICK = {("llama", "lora"), ("gpt2", "dora"), ("bert", "lora")}  # each model and each adapter; all pairs in the slow suite
-PAIRS = slow.but(QUICK.__contains__, list(product(MODELS, ("lora", "dora"))), "-".join)
+ADAPTERS = {
+    "lora": ["adapter=lora"],
+    "dora": ["adapter=dora"],
+    "pissa": ["adapter=lora", "adapter.init=pissa", "adapter.scale=stabilized"],
+}
+QUICK = {
+    ("llama", "pissa"),
+    ("gpt2", "dora"),
+    ("bert", "lora"),
+    ("gpt2", "pissa"),
+}  # each model and each adapter; all pairs in the slow suite
+PAIRS = slow.but(QUICK.__contains__, list(product(MODELS, ADAPTERS)), "-".join)
 
 
 @pytest.mark.parametrize(("model", "adapter"), PAIRS)
 def test_an_adapter_is_read_by_peft_and_by_a_run(case, adapter, tiny, tmp_path, make, capsys):
     cls, base, words = case
-    words = [*words, f"adapter={adapter}", "adapter.rank=4"]
+    words = [*words, *ADAPTERS[adapter], "adapter.rank=4"]
     run = drivetrain.train(tiny(*words, "optimizer.lr=1"))
     expected = outputs(load(run.run_dir).model)
     assert main.main(["export", str(run.run_dir), str(tmp_path / "adapter"), "--format", "transformers", "--adapter"]) == 0
@@ -92,11 +102,15 @@ def test_an_adapter_of_peft_starts_a_run(case, adapter, make, tmp_path):
     also = ["classifier"] if hasattr(model, "classifier") else None
     config = peft.LoraConfig(
         task_type="SEQ_CLS" if also else "CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear", use_dora=adapter == "dora",
-        modules_to_save=also, init_lora_weights=False,
+        modules_to_save=also, init_lora_weights="pissa" if adapter == "pissa" else False, use_rslora=adapter == "pissa",
     )  # fmt: skip
     theirs = peft.get_peft_model(model, config)
+    if adapter == "pissa":  # which is the base at first
+        with torch.no_grad():
+            for name, p in theirs.named_parameters():
+                p.mul_(1.5 if "lora_A" in name else 1)
     theirs.save_pretrained(tmp_path / "theirs")
-    own = [f"adapter={adapter}", "adapter.rank=4", "adapter.alpha=8"]
+    own = [*ADAPTERS[adapter], "adapter.rank=4", "adapter.alpha=8"]
     ours = make(*words, *own, f"adapter.weights={tmp_path / 'theirs'}").model
     assert torch.allclose(outputs(ours), outputs(theirs), atol=2e-6)
 
@@ -128,7 +142,9 @@ def test_adapters_are_merged_without_the_switch(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("use_rslora", True, "use_rslora=True"),
+        ("use_rslora", True, "adapter.scale=stabilized"),
+        ("init_lora_weights", "pissa", "adapter.init=pissa"),
+        ("init_lora_weights", "olora", "init_lora_weights=olora"),
         ("r", 3, "was trained with adapter.rank=3: set that"),
         ("lora_alpha", 99, "adapter.alpha=99"),
         ("use_dora", True, "adapter=dora"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
@@ -37,6 +38,10 @@ class Adapter(Option, groups.Adapter):
 class Lora(Adapter):
     """Corrects the weights of linear layers by products of two thin matrices: W + alpha / rank · B A. Only A and B train.
 
+    With `scale` stabilized the factor is alpha / √rank (rsLoRA, Kalajdzievski 2023). With `init` pissa A and B begin with W's
+    largest singular values, which W then lacks (Meng et al. 2024). B learns at `lr_ratio` × the learning rate (LoRA+, Hayou et
+    al. 2024).
+
     `targets` are patterns of layers; null means every Linear that the forward calls, but the one that gives the outputs. That
     one trains as a whole, as far as no other layer shares its weight; `train_also` names other parameters instead. `weights` is a
     folder of peft whose adapters are the start. With `base` bf16, int8 or nf4 the weights of the corrected layers are kept in 16,
@@ -58,8 +63,11 @@ class Lora(Adapter):
         train_also: Sequence[NamePattern] | None = None,
         base: Literal["auto", "full", "bf16", "int8", "nf4"] = "auto",
         weights: str | None = None,
+        scale: Literal["plain", "stabilized"] = "plain",
+        init: Literal["random", "pissa"] = "random",
+        lr_ratio: Positive = 1.0,
     ) -> None:
-        self.base = base
+        self.base, self.scale, self.init, self.lr_ratio = base, scale, init, lr_ratio
         self.rank, self.alpha, self.dropout, self.weights = rank, alpha, dropout, weights
         self.targets, self.train_also = targets, train_also
 
@@ -127,7 +135,9 @@ class Lora(Adapter):
             f"{len(chosen)} linear layers have adapters of rank {self.rank}: {added:,} parameters beside the model's own {own:,}"
         )
         if self.weights is not None:
-            yield layers.load_peft(model, expanded(self.weights), self.rank, self.alpha, not self.true_gradient)
+            keys = ("rank", "alpha", "scale", "init")
+            settings = {"adapter": self.name, **{f"adapter.{key}": getattr(self, key) for key in keys}}
+            yield layers.load_peft(model, expanded(self.weights), settings)
 
     def trained_whole(self, model: torch.nn.Module) -> set[str]:
         """Return the modules whose own parameters train beside the adapters."""
@@ -136,9 +146,21 @@ class Lora(Adapter):
 
     def adapted(self, layer: torch.nn.Linear) -> LoraLinear:
         """Return a Linear layer as one with an adapter."""
+        alpha = self.alpha * math.sqrt(self.rank) if self.scale == "stabilized" else self.alpha
+        made = self.kind().of(layer, self.rank, alpha, self.dropout)
+        if self.init == "pissa":
+            made.take_principal()
+        return made
+
+    def kind(self) -> type[LoraLinear]:
+        """Return the class of its layers."""
         from drivetrain.adapter import layers
 
-        return layers.LoraLinear.of(layer, self.rank, self.alpha, self.dropout)
+        return layers.LoraLinear
+
+    def in_peft(self) -> dict[str, object]:
+        """Return peft's settings of scale and init."""
+        return {"use_rslora": self.scale == "stabilized", "init_lora_weights": self.init if self.init == "pissa" else True}
 
     def frozen(self, model: torch.nn.Module) -> list[str]:
         from drivetrain.adapter import layers
@@ -158,7 +180,7 @@ class Dora(Lora):
     name = "dora"
     true_gradient = False
 
-    def adapted(self, layer: torch.nn.Linear) -> LoraLinear:
+    def kind(self) -> type[LoraLinear]:
         from drivetrain.adapter import layers
 
-        return layers.DoraLinear.of(layer, self.rank, self.alpha, self.dropout)
+        return layers.DoraLinear

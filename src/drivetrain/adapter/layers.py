@@ -7,7 +7,7 @@ before, and a checkpoint has the adapter's tensors beside it (core/step/low_rank
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -72,6 +72,16 @@ class LoraLinear(nn.Linear):
         layer.lora_dropout = dropout
         nn.init.kaiming_uniform_(layer.lora_a, a=math.sqrt(5))  # as Linear layers themselves, and the paper's own code
         return layer
+
+    @torch.no_grad()
+    def take_principal(self) -> None:
+        """Move the weight's largest singular values into the adapter; the base keeps the rest (PiSSA, Meng et al. 2024)."""
+        u, s, vh = torch.linalg.svd(self.rows.to(torch.promote_types(self.weight.dtype, torch.float32)), full_matrices=False)
+        rank = min(len(self.lora_a), len(s))
+        root = (s[:rank] / self.lora_scale).sqrt()
+        self.lora_a[:rank] = root[:, None] * vh[:rank]
+        self.lora_b[:, :rank] = u[:, :rank] * root
+        self.rows.sub_(self.lora_scale * (self.lora_b @ self.lora_a))
 
     def narrow(self, bits: int) -> None:
         """Keep the base's weight in bfloat16, or in 8 or 4 bits, (outputs, …) also where it was transposed, and its scales."""
@@ -192,16 +202,23 @@ BEFORE = "base_model.model."  # a name of the model
 PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "dora_magnitude": "lora_magnitude_vector"}
 # Settings that change the mathematics, and have no counterpart here: a file must have one of these values.
 PLAIN: dict[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none", None), "use_rslora": (False, None), "rank_pattern": ({}, None),
+    "peft_type": ("LORA",), "bias": ("none", None), "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None), "trainable_token_indices": (None,), "lora_bias": (False, None), "layer_replication": (None,),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva", "pissa"),
 }  # fmt: skip
 
 
-def write_peft(folder: Path, weights: dict[str, torch.Tensor], heads: Collection[str], base: str | None) -> None:
-    """Write the adapters among a run's weights, and the modules `heads` that trained as a whole. `base` names the model."""
+def write_peft(
+    folder: Path, weights: dict[str, torch.Tensor], heads: Collection[str], base: str | None, settings: Mapping[str, object]
+) -> None:
+    """Write the adapters among a run's weights, and the modules `heads` that trained as a whole. `base` names the model.
+
+    `settings` are peft's `use_rslora` and `init_lora_weights`.
+    """
     layers = [name.removesuffix(".lora_a") for name in weights if name.endswith(".lora_a")]
     first = f"{layers[0]}."
     rank = len(weights[first + "lora_a"])
+    alpha = float(weights[first + "lora_scale"]) * (math.sqrt(rank) if settings["use_rslora"] else rank)
     tensors = {
         f"{BEFORE}{layer}.{theirs}": weights[f"{layer}.{ours}"].contiguous()
         for layer in layers
@@ -212,16 +229,19 @@ def write_peft(folder: Path, weights: dict[str, torch.Tensor], heads: Collection
     tensors |= {BEFORE + name: tensor.contiguous() for name, tensor in of_heads.items()}
     config = {
         "peft_type": "LORA", "base_model_name_or_path": base, "task_type": None, "inference_mode": True, "r": rank,
-        "lora_alpha": round(float(weights[first + "lora_scale"]) * rank, 6), "lora_dropout": 0.0, "bias": "none",
+        "lora_alpha": round(alpha, 6), "lora_dropout": 0.0, "bias": "none",
         "target_modules": layers, "modules_to_save": sorted(heads) or None, "use_dora": first + "dora_magnitude" in weights,
-        "fan_in_fan_out": first + "lora_transposed" in weights,
+        "fan_in_fan_out": first + "lora_transposed" in weights, **settings,
     }  # fmt: skip
     safetensors.torch.save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     files.write_json(folder / CONFIG, config)
 
 
-def load_peft(model: torch.nn.Module, folder: Path, rank: int, alpha: float, dora: bool) -> str:
-    """Load the adapters of a folder into a model whose layers have theirs already; return a line to log. Raises UserError."""
+def load_peft(model: torch.nn.Module, folder: Path, own: Mapping[str, object]) -> str:
+    """Load the adapters of a folder into a model whose layers have theirs already, by the settings `own`, by key.
+
+    Return a line to log. Raises UserError.
+    """
     setting = f"adapter.weights={folder}"
     if not ((folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()):
         raise UserError(f"{setting} is no folder with {CONFIG} and {WEIGHTS}, as peft's save_pretrained writes them")
@@ -232,6 +252,8 @@ def load_peft(model: torch.nn.Module, folder: Path, rank: int, alpha: float, dor
             "adapter.rank": config["r"],
             "adapter.alpha": config["lora_alpha"],
             "adapter": "dora" if config.get("use_dora") else "lora",
+            "adapter.scale": "stabilized" if config.get("use_rslora") else "plain",
+            "adapter.init": "pissa" if config.get("init_lora_weights") == "pissa" else "random",
         }
         heads = [f".{head}." for head in config.get("modules_to_save") or ()]
         given = {name.removeprefix(BEFORE): t for name, t in safetensors.torch.load_file(folder / WEIGHTS).items()}
@@ -239,7 +261,6 @@ def load_peft(model: torch.nn.Module, folder: Path, rank: int, alpha: float, dor
         raise UserError(f"{setting} is not as peft's save_pretrained writes it ({type(error).__name__}: {error})") from None
     if odd:
         raise UserError(f"{setting} has {', '.join(odd)}, which adapter=lora and adapter=dora do not know: save it merged")
-    own = {"adapter.rank": rank, "adapter.alpha": alpha, "adapter": "dora" if dora else "lora"}
     if other := [f"{key}={value}" for key, value in theirs.items() if value != own[key]]:
         raise UserError(f"{setting} was trained with {' '.join(other)}: set that")
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}

@@ -270,8 +270,9 @@ def _write_folder(finished: Finished, folder: Path, adapter: bool) -> str:
     with _atomic(folder) as temporary:
         temporary.mkdir()
         if adapter:
+            lora = Lora.of(run)
             weights = chosen_weights(finished.checkpoint, *checkpoint_io.load(finished.checkpoint), finished.average)
-            adapter_layers.write_peft(temporary, weights, Lora.of(run).trained_whole(loaded.model), base)
+            adapter_layers.write_peft(temporary, weights, lora.trained_whole(loaded.model), base, lora.in_peft())
             checked = _check_adapter(loaded, option, temporary, folder)
             library, use = "peft", [
                 f"base = transformers.{cls}.from_pretrained(BASE)", "model = peft.PeftModel.from_pretrained(base, FOLDER)",

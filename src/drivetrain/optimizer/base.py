@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.machine import torch_patches
 from drivetrain.core.options.allowed import check_patterns, flatten
 from drivetrain.core.options.option import BuildContext, Effect, RunSpec
+from drivetrain.core.step import low_rank
 from drivetrain.core.step.architecture import sparse_parameters
 from drivetrain.optimizer.groups import GroupSettings, Hyperparameters, parameter_groups, trained_names
 
@@ -38,6 +39,10 @@ class Optimizer(Hyperparameters):
     torch_name: ClassVar[str | None] = None  # the class of torch.optim whose fused implementation it uses; None: its own, or none
     has_foreach: ClassVar[bool] = True
     in_chunks: ClassVar[bool] = False  # whether its foreach implementation works on chunks that fit a CPU's cache
+
+    def resolve(self, run: RunSpec) -> Self:
+        ratio = run.adapter.lr_ratio
+        return self if ratio == 1 else self.with_values(lr_multipliers={**self.lr_multipliers, low_rank.FACTOR: ratio})
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         name = run.named("optimizer")

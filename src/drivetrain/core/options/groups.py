@@ -33,6 +33,7 @@ class Adapter:
 
     active = False
     true_gradient = True  # whether its backward is the derivative of its forward
+    lr_ratio: float = 1.0  # of the learning rate of what is 0 at first (FACTOR of core/step/low_rank.py)
 
     def frozen(self, model: torch.nn.Module) -> list[str]:
         """Return the names of the model's parameters that do not train because of the adapters."""
