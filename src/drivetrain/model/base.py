@@ -15,12 +15,18 @@ from drivetrain.core.machine.paths import expanded
 from drivetrain.core.options import groups
 from drivetrain.core.options import horizon as horizons
 from drivetrain.core.options.allowed import EPOCHS, NAME_PATTERN, Entries, NamePattern, flatten
-from drivetrain.core.options.option import BuildContext, Option, RunSpec
+from drivetrain.core.options.option import BuildContext, NonNegative, Option, RunSpec
 from drivetrain.core.step.step import Step, WrappingStep
 from drivetrain.core.step.trees import named_leaves
 from drivetrain.core.user.call import ProgressView, UserCall
 
-NO_START: dict[str, Any] = {"weights": None, "weights_skip": (), "freeze": (), "unfreeze": {}}  # as a finished run is built
+NO_START: dict[str, Any] = {
+    "weights": None,
+    "weights_skip": (),
+    "freeze": (),
+    "unfreeze": {},
+    "embedding_noise": 0.0,
+}  # as a finished run is built
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +36,7 @@ class Model(Option, groups.Model):
     """An option that builds a network for the data's shape and classes.
 
     `weights` is a file or a run to start from, without the names that match `weights_skip`. Parameters that match `freeze` do
-    not train; of these, `unfreeze` gives some the length of training after which they do.
+    not train; of these, `unfreeze` gives some the length of training after which they do. `embedding_noise` is that of NEFTune.
     """
 
     changes = "trains another network"
@@ -38,6 +44,7 @@ class Model(Option, groups.Model):
     weights_skip: Sequence[NamePattern] = ()
     freeze: Sequence[NamePattern] = ()
     unfreeze: Annotated[dict[str, Any], Entries(NAME_PATTERN, ((NAME_PATTERN, EPOCHS),))] = field(default_factory=dict)
+    embedding_noise: NonNegative = 0.0
 
     stage_keys: ClassVar[tuple[str, ...]] = ("freeze", "unfreeze", "unfreeze.*", "*drop*")
     why_fixed: ClassVar[str] = "the weights go on into the next stage, so that the architecture stays"
@@ -59,6 +66,8 @@ class Model(Option, groups.Model):
             yield f"{run.named('model')} gives one output for an image, but {data} has a class for each pixel: set model=unet"
         if self.pixels and not masks and run.data.targets is not None:
             yield f"{run.named('model')} is for masks, and {data} has none: set task=segmentation, or another model"
+        if self.embedding_noise and not (self.tokens or run.data.tokens):
+            yield f"model.embedding_noise is added to the embeddings of tokens, and {run.named('data')} gives none: set it to 0"
         yield from self._weights_problems(run)
 
     def input_problem(self, inputs: object) -> str:
@@ -124,6 +133,10 @@ class Model(Option, groups.Model):
             data, path = context.data, expanded(self.weights)
             for line in weights.load_into(model, path, self.weights_skip, data.shape, data.classes):
                 logger.info(line)
+        if self.embedding_noise and context.trains:
+            from drivetrain.model import noise
+
+            noise.add(model, self.embedding_noise)
         return model.to(context.device)
 
     def _room(self, context: BuildContext) -> Iterator[tuple[int, str, int]]:
