@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import itertools
 import json
+import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,6 +198,25 @@ def test_it_is_evaluated_beside_the_weights_once_there_is_one(make):
     alone = make(*RESNET_SWA)
     alone.model.load_state_dict(trainer.ema.state_dict()["tensors"])
     assert later[-1]["ema_loss"] == pytest.approx(alone.evaluator.metrics()["loss"], rel=1e-6)
+
+
+CURVES = {"linear": lambda t: 1 - t, "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2, "sqrt": lambda t: 1 - t**0.5}
+
+
+@pytest.mark.parametrize(("start", "every", "merged"), [("0.5", "1", [5, 6, 7, 8]), ("0.25", "2", [4, 6, 8]), ("0.9", "1", [8])])
+@pytest.mark.parametrize("shape", CURVES)
+def test_merged_weights_move_as_those_of_the_decay(make, each_update, float64, shape, start, every, merged):
+    """By hand: the first of the merged weights, and each later move times the curve at its number."""
+    trainer = make("ema=merge", f"ema.shape={shape}", f"ema.start={start}", f"ema.every={every}", "updates=8")
+    weights = each_update(trainer, lambda: torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+    trainer.fit()
+    kept = [weights[n - 1] for n in merged]
+    by_hand = kept[0].clone()
+    for number, (before, after) in enumerate(itertools.pairwise(kept), 1):
+        by_hand += CURVES[shape](number / len(kept)) * (after - before)
+    with trainer.ema.swapped():
+        found = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    torch.testing.assert_close(found, by_hand, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("words", [["ema=ema"], [*MLP, "ema.start=0.25", "ema.statistics_updates=1"]], ids=["ema", "swa"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, ClassVar, Literal
@@ -190,9 +191,13 @@ class Swa(Kept):
         if at <= self._start or (self._end - at) % self._every:
             return
         super().update()
-        self._move(self._mean, 1 / self._updates)  # the first weights are taken as they are
+        self._move(self._mean, self.share(at))  # the first weights are taken as they are
         self._copy_buffers()
         self.stale = True
+
+    def share(self, at: int) -> float:
+        """The part of the way that the average moves to the weights of update `at`."""
+        return 1 / self._updates
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -215,6 +220,35 @@ class Swa(Kept):
     def load_state_dict(self, state: StateDict) -> None:
         super().load_state_dict(state)
         self.stale = False  # what was saved has the statistics of its average
+
+
+class Merge(Swa):
+    """Merges weights of a constant learning rate in place of its decay (WSM, Tian et al. 2025; linear: LAWA, Kaddour 2022).
+
+    Of n weights from `start` on, once in `every`, number j counts curve(j / n) - curve((j + 1) / n): the curve is the decay that
+    it stands for, from 1 to 0, so that an update moves the merged weights as much as it would move those of a decayed rate.
+    """
+
+    effect = "changes"
+
+    def __init__(
+        self,
+        start: Length = 0.8,
+        every: Length = 0.02,
+        shape: Literal["linear", "cosine", "sqrt"] = "sqrt",
+        statistics_updates: CountOrZero = 20,
+    ) -> None:
+        super().__init__(start, every, statistics_updates)
+        self.shape = shape
+
+    def share(self, at: int) -> float:
+        count = math.ceil((self._end - self._start) / self._every)
+        number = count - 1 - (self._end - at) // self._every
+        here, after = (self._curve(n / count) for n in (number, number + 1))
+        return (here - after) / (1 - after)
+
+    def _curve(self, t: float) -> float:
+        return {"linear": 1 - t, "cosine": (1 + math.cos(math.pi * t)) / 2, "sqrt": 1 - math.sqrt(t)}[self.shape]
 
 
 class NormStatistics:
