@@ -205,6 +205,7 @@ class Contrastive(ComparingLoss):
     changes = "draws two views of a sample together, and other samples apart"
     takes = ("pair",)
     views = 2
+    learning = "loss.temperature=learned"  # the setting of a learned temperature, for messages
 
     def __init__(self, temperature: Positive | Literal["learned"] = 0.1, within_views: bool = True, group: Count = 16) -> None:
         self.temperature, self.within_views, self.group = temperature, within_views, group
@@ -213,8 +214,8 @@ class Contrastive(ComparingLoss):
         yield from super().validate(run)
         if self.temperature == "learned" and not run.parallel.calls_parts:
             yield (
-                f"{run.named('loss')} with a learned temperature and {run.named('parallel')} exclude each other (the temperature "
-                "is a weight that the loss reads, and each rank holds a part of the weights): set parallel=ddp"
+                f"{self.learning} and {run.named('parallel')} exclude each other (the temperature is a weight that the "
+                "loss reads, and each rank holds a part of the weights): set parallel=ddp"
             )
 
     def add_parameters(self, model: torch.nn.Module) -> None:
@@ -279,6 +280,7 @@ class Siglip(Contrastive):
     """
 
     changes = "tells for each pair of views by itself whether it is one of a sample"
+    learning = "loss=siglip"
 
     def __init__(self, group: Count = 16) -> None:
         super().__init__("learned", False, group)
