@@ -319,7 +319,8 @@ def test_muon_equals_torch_on_matrices() -> None:
             torch.manual_seed(0)
             start = [torch.randn(shape) for _ in range(3)]
             ours, theirs = ([torch.nn.Parameter(w.clone()) for w in start] for _ in range(2))
-            a = Muon(ours, lr=0.05, weight_decay=0.1, momentum=0.95, nesterov=True, scale=scale, ns_steps=5)
+            plain: Any = {"normalize": "none", "normalize_beta": 0.0, "cautious_decay": False}
+            a = Muon(ours, lr=0.05, weight_decay=0.1, momentum=0.95, nesterov=True, scale=scale, ns_steps=5, **plain)
             b = torch.optim.Muon(theirs, lr=0.05, weight_decay=0.1, adjust_lr_fn=adjust)
             for step in range(STEPS):
                 for p, q in zip(ours, theirs, strict=True):

@@ -45,6 +45,7 @@ def test_experts_are_updated_matrix_by_matrix() -> None:
     each = [torch.nn.Parameter(w.clone()) for w in stack.detach()]
     turned = torch.nn.Parameter(stack.detach().mT.contiguous())
     settings: Any = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "scale": "original", "ns_steps": 5}
+    settings |= {"normalize": "neurons", "normalize_beta": 0.9, "cautious_decay": True}
     of_stack = Muon([{"params": [stack], "stacked": True}], **settings)
     of_turned = Muon([{"params": [turned], "stacked": True, "transposed": True}], **settings)
     of_each = Muon(each, **settings)

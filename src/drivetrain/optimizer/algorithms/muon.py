@@ -46,9 +46,9 @@ class Muon(torch.optim.Optimizer):
         nesterov: bool,
         scale: Literal["original", "match_rms_adamw"],
         ns_steps: int,
-        normalize: Literal["none", "neurons"] = "none",
-        normalize_beta: float = 0.95,
-        cautious_decay: bool = False,
+        normalize: Literal["none", "neurons"],
+        normalize_beta: float,
+        cautious_decay: bool,
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         layout = {"stacked": False, "transposed": False}
