@@ -360,7 +360,7 @@ def train_row(tiny: Callable[..., list[str]], row: Sequence[Option], resumes: bo
     first = drivetrain.train(tiny(*words))
     assert (first.status, first.updates) == ("completed", 2), first.error
     run_dir = Path(first.run_dir)
-    assert next(value for name, value in first.judged("final").items() if name.rpartition("/")[2] == "loss") > 0
+    assert next(value for name, value in first.judged("final").items() if name.rpartition("/")[2] == "loss") != 0
     saved = run_dir / "checkpoints" / "2"
     assert not saved.exists() if ("saving", "none") in row else manifest.verify(saved) is None
     if resumes or is_resumed(row):
