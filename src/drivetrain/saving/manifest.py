@@ -57,9 +57,12 @@ def problem(about: JsonMapping) -> str | None:
 
 
 def _name_outputs(names: int, outputs: Tree, targets: object) -> bool:
-    """True if so many names are those of the outputs. A loss may want several outputs for each value, such as its quantiles."""
+    """True if so many names are those of the outputs.
+
+    A loss may want several outputs for each value, such as its quantiles, and one for the blank between items of a sequence.
+    """
     several = targets in ("values", None) and names > 0 and _is_size(outputs) and outputs % names == 0
-    return names == outputs or several
+    return names == outputs or several or (targets in ("sequence", None) and outputs == names + 1)
 
 
 def _is_size(value: object) -> bool:
