@@ -1,6 +1,6 @@
 """Gradients are bounded once an update, after unscaling, as by hand."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +8,8 @@ import torch
 from timm.utils.agc import adaptive_clip_grad
 
 from drivetrain.clip import Clip
-from drivetrain.clip.base import Agc, Norm, Value
+from drivetrain.clip.base import Agc, Norm, SpikeGuard, Value
+from drivetrain.core.step.step import WrappingStep
 from drivetrain.parallel import Parallel
 
 PLAIN_SGD = ["optimizer.momentum=0.0", "optimizer.nesterov=false", "optimizer.weight_decay=0.0", "optimizer.lr=0.1"]
@@ -194,3 +195,66 @@ def test_it_works_on_unscaled_gradients(make, kind):
 )  # fmt: skip
 def test_what_cannot_be_is_refused(problems, words):
     assert any(p.startswith(words[1]) for p in problems(*words))
+
+
+@dataclass(eq=False)
+class Planted(WrappingStep):
+    """Makes the gradients of some attempts a thousand times as large, and notes each attempt's learning rate."""
+
+    trainer: object
+    at: tuple[int, ...]
+    rates: list[tuple[int, float, bool]] = field(default_factory=list)
+
+    def update(self) -> bool:
+        number, rate = self.trainer.progress.updates, self.trainer.optimizer.param_groups[0]["lr"]
+        if len(self.rates) in self.at:
+            for p in self.trainer.model.parameters():
+                p.grad.mul_(1000)
+        self.rates.append((number, rate, self.inner.update()))
+        return self.rates[-1][2]
+
+
+SPIKE = ["clip=spike", "clip.window=8", "clip.factor=6", "optimizer.lr=0.01", "scheduler=linear", "updates=16"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp", "bf16_pure"])
+def test_an_update_whose_gradient_stands_out_is_skipped_and_nothing_moves(make, precision):
+    trainer = make(*SPIKE, f"precision={precision}")
+    planted = trainer.step = Planted(trainer.step, trainer, (1, 9, 12))
+    trainer.fit()
+    assert trainer.progress.skipped == 2  # the first is before half a window
+    assert trainer.progress.updates == 16
+    assert [n for n, row in enumerate(planted.rates) if not row[2]] == [9, 12]
+    for n in (9, 12):  # the next attempt is of the same update at the same rate
+        assert planted.rates[n][:2] == planted.rates[n + 1][:2]
+
+
+def test_without_spikes_it_is_exact_and_its_norms_are_saved(make, float64):
+    ends = []
+    for words in (["clip=none", *SPIKE[3:]], SPIKE):
+        trainer = make(*words)
+        trainer.fit()
+        ends.append(flat(trainer.model.parameters()))
+    assert torch.equal(*ends)
+    (state,) = trainer.owned.state_dict()["ranks"]
+    assert len(state["clip"]["norms"]) == 8
+    guard = SpikeGuard(6.0, 8)
+    guard.load_state_dict(state["clip"])
+    assert list(guard.norms) == state["clip"]["norms"]
+    assert not guard.allows(1e3)
+    assert guard.allows(float("inf"))  # the precision's
+
+
+def test_a_norm_that_stays_high_is_soon_ordinary():
+    guard = SpikeGuard(6.0, 16)
+    assert all(guard.allows(1.0 + n % 3 / 10) for n in range(16))
+    made = [guard.allows(50.0) for _ in range(20)]
+    assert not made[0]
+    assert all(made[3:])
+
+
+@pytest.mark.parametrize(
+    "words", [["compile=step"], ["optimizer=lbfgs"], ["phases={a: {parameters: [head.*]}, b: {parameters: ['*']}}"]]
+)
+def test_what_spikes_cannot_be_skipped_with(problems, words):
+    assert any("clip=spike" in problem for problem in problems("clip=spike", *words))

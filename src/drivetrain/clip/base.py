@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge, Le
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.options import groups
-from drivetrain.core.options.option import BuildContext, Effect, Option, Positive
+from drivetrain.core.options.option import BuildContext, Effect, Option, Positive, RunSpec
 from drivetrain.core.step.architecture import Architecture
+from drivetrain.core.typed import StateDict
 
 Tensors = Sequence["torch.Tensor"]
 GlobalNorm = Callable[[Tensors, float], "torch.Tensor"]  # (parameters, type of the norm) → norm of their gradients, 0-d
@@ -30,8 +36,11 @@ class Clip(Option, groups.Clip):
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
 
-    def build(self, context: BuildContext) -> Callable[[], None]:
-        """A function that clips the gradients of the parameters that the run's optimizer updates."""
+    def build(self, context: BuildContext) -> Callable[[], bool | None]:
+        """A function that clips the gradients of the parameters that the run's optimizer updates.
+
+        Where it returns False, the update is skipped.
+        """
         return self.create(updated_parameters(context), context.parallel.norm)
 
     def create(self, parameters: list[torch.nn.Parameter], norm: GlobalNorm) -> Callable[[], None]:
@@ -146,6 +155,62 @@ class Agc(Clip):
             torch._foreach_div_(scale, norms)
             torch._foreach_clamp_max_(scale, 1.0)  # infinite for a zero gradient, which stays zero
             torch._foreach_mul_(gradients, scale)
+
+
+class Spike(Clip):
+    """Skip an update whose gradient norm is above the mean of the last `window` ones by `factor` standard deviations.
+
+    As OLMo's optimizers with skipped steps do it (OLMo 2, 2025). Skipped ones count for the mean too, so that a norm which stays
+    high is soon ordinary. Until half a window is full nothing is skipped, and a norm that is not finite is left to the precision.
+    """
+
+    effect = "changes"
+    changes = "updates whose gradient norm stands out are left out"
+    active = True
+    step_waits = "each update is made or skipped by its gradient norm, which the host reads"
+
+    def __init__(self, factor: Positive = 6.0, window: Annotated[int, Ge(4), Le(100_000)] = 128) -> None:
+        self.factor, self.window = factor, window
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        reasons = {
+            "compile": (run.compile.captures_step, "its graph makes every update: set compile=inductor"),
+            "optimizer": (run.optimizer.takes_closure, "it has made the update by then: set optimizer=adamw"),
+        }
+        for group, (is_so, why) in reasons.items():
+            if is_so:
+                yield f"{run.named('clip')} and {run.named(group)} exclude each other: {why}"
+        if run.values["phases"]:
+            yield f"{run.named('clip')} skips whole updates, and a phase is a part of one: set clip=norm"
+
+    def build(self, context: BuildContext) -> Callable[[], bool]:
+        parameters, norm = updated_parameters(context), context.parallel.norm
+        guard = context.kept["clip"] = SpikeGuard(self.factor, self.window)
+        return lambda: guard.allows(float(norm(parameters, 2.0)))
+
+
+class SpikeGuard:
+    """The gradient norms of the last updates, and whether another one stands out."""
+
+    def __init__(self, factor: float, window: int) -> None:
+        self.factor, self.norms = factor, deque[float](maxlen=window)
+
+    def allows(self, norm: float) -> bool:
+        """Return whether an update with this norm is to be made, and remember it."""
+        if not math.isfinite(norm):
+            return True
+        known = len(self.norms) >= max(2, (self.norms.maxlen or 0) // 2)
+        stands_out = known and norm > statistics.fmean(self.norms) + self.factor * statistics.stdev(self.norms)
+        self.norms.append(norm)
+        return not stands_out
+
+    def state_dict(self) -> StateDict:
+        """Return the norms."""
+        return {"norms": list(self.norms)}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Load a `state_dict()`."""
+        self.norms.extend(state.get("norms", ()))
 
 
 def _norms_of_all_parts(sums: groups.Sums, *of_parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -88,7 +88,7 @@ class MarkedPrecision:
         with self._mark("backward"):
             self._precision.backward(loss, weight)
 
-    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
+    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], bool | None]) -> bool:
         with self._mark("update"):
             return bool(self._precision.step(optimizer, clip))
 

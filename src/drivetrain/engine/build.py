@@ -157,7 +157,7 @@ def build(context: RunContext, log_writers: Sequence[LogWriter], before: Previou
     context.eval_model = evaluator.holding
     # Callbacks see whole updates: those of the step with everything around it.
     callbacks = Callbacks.build(context, log, before.callbacks if before is not None else None)
-    own = OwnState(owned.of_run(context, meters), parallel)
+    own = OwnState({**owned.of_run(context, meters), **context.kept}, parallel)
     if saving.active:
         own.check()
     trainer = Trainer(
@@ -196,7 +196,7 @@ def _step(
     run, model, parallel, runtime = context.run, context.model, context.parallel, Runtime.of(context.run)
     parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def graph(loss: Loss, clip: Callable[[], None]) -> Step:
+    def graph(loss: Loss, clip: Callable[[], bool | None]) -> Step:
         of_ranks = parallel.wrap_loss(loss, model, context)
         given = forward, of_ranks, context.precision, context.optimizer, clip
         wrapped: Step = parallel.wrap_step(PlainStep(*given, lambda: runtime.zero(parameters)), context)
@@ -216,7 +216,9 @@ def _step(
     return None, phased_step.PhasedStep(phases, parameters, context.progress)
 
 
-def _of_update(step: Step, loss: Loss, clip: Callable[[], None], forward: Callable[..., Tree], context: RunContext) -> Step:
+def _of_update(
+    step: Step, loss: Loss, clip: Callable[[], bool | None], forward: Callable[..., Tree], context: RunContext
+) -> Step:
     """Wrap the step for a loss that has to see all micro-batches of an update, or for an optimizer that runs them itself."""
     passes: Passes | None = Weighed(loss, context.parallel) if loss.counted or _rows_may_lack(context) else None
     if isinstance(loss, ComparingLoss):

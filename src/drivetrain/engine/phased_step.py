@@ -28,7 +28,7 @@ class BuiltPhase:
     parameters: Sequence[torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     precision: Precision
-    clip: Callable[[], None]
+    clip: Callable[[], bool | None]
     loss_sum: torch.Tensor  # 0-d: of its runs since the last record
     runs: int = 0  # since the last record
     made: bool = False  # in the last update

@@ -20,7 +20,7 @@ class PlainStep:
     loss: LossStep
     precision: PrecisionStep
     optimizer: torch.optim.Optimizer
-    clip: Callable[[], None]
+    clip: Callable[[], bool | None]
     clear_gradients: Callable[[], None]
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:

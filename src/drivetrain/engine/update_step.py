@@ -139,7 +139,7 @@ class ClosureStep(UpdateStep):
     """
 
     optimizer: torch.optim.Optimizer
-    clip: Callable[[], None]
+    clip: Callable[[], bool | None]
     owners: Sequence[object]  # of the buffers
     parallel: Parallel
     log_sums: Callable[[], dict[str, torch.Tensor]]

@@ -101,9 +101,10 @@ class Precision(Option, groups.Precision):
         """Return the tensor to call backward on, where the caller does so itself."""
         return loss * weight
 
-    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> Made:
+    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], bool | None]) -> Made:
         """Clip and update. False if the update was skipped; then schedule and EMA must not move."""
-        clip()
+        if clip() is False:
+            return False
         optimizer.step()
         return True
 
@@ -260,7 +261,7 @@ class Amp(Bf16):
     def scaled(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.scaler.scale(loss) * weight
 
-    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> Made:
+    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], bool | None]) -> Made:
         """Update unless there was an overflow.
 
         torch's fused kernels skip the update themselves, and the host asks later whether they did. For others the host reads the
@@ -269,19 +270,19 @@ class Amp(Bf16):
         if torch.compiler.is_compiling():
             return self._recorded_step(optimizer, clip)  # type: ignore[return-value]
         with self._unscaled(optimizer):
-            clip()
+            wanted = clip() is not False
             found = [self._parallel.all_reduce_max(inf) for inf in self.scaler._found_inf_per_device(optimizer).values()]
             made: Made
-            if len(found) == 1 and _skips_overflows(optimizer):
+            if wanted and len(found) == 1 and _skips_overflows(optimizer):
                 with torch_patches.given_overflow(optimizer, found[0]):
                     optimizer.step()
                 made = LateAnswer(found[0])
-            elif made := not any(map(float, found)):
+            elif made := wanted and not any(map(float, found)):
                 optimizer.step()
             self.scaler.update()
         return made
 
-    def _recorded_step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> torch.Tensor:
+    def _recorded_step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], bool | None]) -> torch.Tensor:
         """Make the update in any case, and return whether it counts, 0-d: compile=step then decides on the device."""
         with self._unscaled(optimizer):
             clip()

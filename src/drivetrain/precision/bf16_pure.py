@@ -142,19 +142,19 @@ class Bf16Pure(Precision):
         shared = self.frees_weights and value.untyped_storage().data_ptr() == self._flat.untyped_storage().data_ptr()
         return value.clone() if shared else value
 
-    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
+    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], bool | None]) -> bool:
         self._copy_weights_to_masters()
         with_gradient = [(m, p.grad) for m, p in zip(self._masters, self._parameters, strict=True) if p.grad is not None]
         gradients = [torch.empty_like(m) for m, _ in with_gradient]
         torch._foreach_copy_(gradients, [grad for _, grad in with_gradient])
         for (master, _), grad in zip(with_gradient, gradients, strict=True):
             master.grad = grad
-        clip()
-        optimizer.step()
-        self._round_masters_to_weights()
+        if made := clip() is not False:
+            optimizer.step()
+            self._round_masters_to_weights()
         for master in self._masters:
             master.grad = None
-        return True
+        return made
 
     def _copy_weights_to_masters(self) -> None:
         if self.master == "stochastic":

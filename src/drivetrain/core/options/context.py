@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.options import groups
@@ -19,6 +19,9 @@ from drivetrain.core.step.source import PipelineParts
 from drivetrain.core.step.step import Stream
 from drivetrain.core.step.trees import Tree
 from drivetrain.core.world import World
+
+if TYPE_CHECKING:
+    from drivetrain.core.user.state import Stateful
 
 NO_RUN_DIR = Path(os.devnull)  # of a run that keeps no files: a trial, or a rank that does not know the directory
 
@@ -51,6 +54,7 @@ class BuildContext:
     trains: bool = True  # whether the model is trained, or only used
     phases: Sequence[RunningPhase] = ()  # of the updates
     sums: dict[str, torch.Tensor] = field(default_factory=dict)  # 0-d: figures of updates, added up since the last record
+    kept: dict[str, Stateful] = field(default_factory=dict)  # by name, what an option keeps that is saved with the run
     on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what an option changed for the whole process
     # In which a model is created whose weights have shapes and no values, as a forecast wants it; None: they have values.
     without_values: AbstractContextManager[object] | None = None

@@ -32,8 +32,8 @@ class PrecisionStep(Protocol):
     def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
         """Accumulate the gradients of weight × loss."""
 
-    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> Made:
-        """Clip and update. False if the update was skipped."""
+    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], bool | None]) -> Made:
+        """Clip and update. False if the update was skipped, as where `clip` returns False."""
 
 
 class LogWriter(Protocol):
