@@ -46,6 +46,7 @@ EXAMPLES = {
     "dino": Example(),
     "clip": Example(learns=True),
     "maml": Example(),
+    "dpo": Example(),
 }
 
 
@@ -164,3 +165,37 @@ def test_a_stream_that_is_killed_goes_on(words, example, tmp_path, monkeypatch):
     assert [losses[update] for update in range(1, 101)] == [
         pytest.approx(loss, abs=1e-6) for loss in by_loop(example("stream").model, EXAMPLES["stream"])
     ]
+
+
+@pytest.mark.slow
+def test_preferences_train_as_trls(example: Callable[[str], Trainer], tmp_path: Path) -> None:
+    """The losses of 20 updates are those of TRL's DPOTrainer, which makes tokens of the same texts."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    trainer = example("dpo")
+    import dpo
+
+    policy, samples = copy.deepcopy(trainer.model.policy), dpo.Sums()
+    trainer.fit()
+    symbols = {symbol: i for i, symbol in enumerate(dpo.SYMBOLS)}
+    by_symbol = tokenizers.Tokenizer(tokenizers.models.WordLevel(symbols, unk_token=" "))
+    by_symbol.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=by_symbol, pad_token=" ", eos_token=".", unk_token=" ")
+    rows = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(wrong)} for a, b, wrong in samples.samples[:320]]
+    config = trl.DPOConfig(
+        str(tmp_path), beta=dpo.BETA, max_steps=20, per_device_train_batch_size=16, learning_rate=1e-3, weight_decay=0.0,
+        lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=1, report_to="none", use_cpu=True, bf16=False,
+        gradient_checkpointing=False, save_strategy="no", max_length=None, optim="adamw_torch",
+    )  # fmt: skip
+
+    class InOrder(trl.DPOTrainer):
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    theirs = InOrder(
+        policy, copy.deepcopy(policy), args=config, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
+    )
+    theirs.train()
+    ours = [record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"][:20]
+    assert ours == pytest.approx([row["loss"] for row in theirs.state.log_history if "loss" in row], abs=1e-5)
+    assert ours[-1] < ours[0]
