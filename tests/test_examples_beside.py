@@ -47,6 +47,7 @@ EXAMPLES = {
     "clip": Example(learns=True),
     "maml": Example(),
     "dpo": Example(),
+    "hints": Example(("loss", "loss_task", "loss_hint")),
 }
 
 
