@@ -217,16 +217,14 @@ class Planted(WrappingStep):
 SPIKE = ["clip=spike", "clip.window=8", "clip.factor=6", "optimizer.lr=0.01", "scheduler=linear", "updates=16"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "amp", "bf16_pure"])
-def test_an_update_whose_gradient_stands_out_is_skipped_and_nothing_moves(make, precision):
-    trainer = make(*SPIKE, f"precision={precision}")
-    planted = trainer.step = Planted(trainer.step, trainer, (1, 9, 12))
+@pytest.mark.parametrize("words", [["precision=fp32"], ["precision=amp", "precision.init_scale=1.0"], ["precision=bf16_pure"]])
+def test_an_update_whose_gradient_stands_out_is_skipped_and_nothing_moves(make, words):
+    trainer = make(*SPIKE, *words)
+    planted = trainer.step = Planted(trainer.step, trainer, (9,))
     trainer.fit()
-    assert trainer.progress.skipped == 2  # the first is before half a window
-    assert trainer.progress.updates == 16
-    assert [n for n, row in enumerate(planted.rates) if not row[2]] == [9, 12]
-    for n in (9, 12):  # the next attempt is of the same update at the same rate
-        assert planted.rates[n][:2] == planted.rates[n + 1][:2]
+    assert (trainer.progress.updates, trainer.progress.skipped) == (16, 1)
+    assert [n for n, row in enumerate(planted.rates) if not row[2]] == [9]
+    assert planted.rates[9][:2] == planted.rates[10][:2]  # the next attempt is of the same update, at the same rate
 
 
 def test_without_spikes_it_is_exact_and_its_norms_are_saved(make, float64):
