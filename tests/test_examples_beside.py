@@ -206,4 +206,4 @@ def test_preferences_train_as_trls(example: Callable[[str], Trainer], tmp_path: 
     theirs.train()
     ours = [record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"][:20]
     assert ours == pytest.approx(losses, abs=1e-5)
-    assert ours[-1] < ours[0]
+    assert len({*losses}) == 20

@@ -87,7 +87,7 @@ class Muon(torch.optim.Optimizer):
         lr, sizes = group["lr"], [len(m) for m in matrices]
         directions = orthogonalised(joined, group["ns_steps"])
         if group["normalize"] == "neurons":
-            directions = self._by_neuron(directions, params, sizes, group)
+            directions = self._by_neuron(directions, params, sizes, 1 if group["transposed"] else 2, group["normalize_beta"])
         moves = list(directions.mul_(-lr * scale).split(sizes))
         kept = 1 - lr * group["weight_decay"]
         if group["cautious_decay"]:
@@ -97,14 +97,17 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(matrices, kept)
         torch._foreach_add_(matrices, moves)
 
-    def _by_neuron(self, directions: Tensor, params: list[Tensor], sizes: list[int], group: dict[str, Any]) -> Tensor:
-        """(n, rows, columns) → each output's row by the root of its running mean square; a matrix keeps its norm."""
-        squares = directions.square().mean(1 if group["transposed"] else 2, keepdim=True)
+    def _by_neuron(self, directions: Tensor, params: list[Tensor], sizes: list[int], inputs: int, beta: float) -> Tensor:
+        """(n, rows, columns) → each output's row by the root of its running mean square; a matrix keeps its norm.
+
+        `inputs` is the dimension of the inputs.
+        """
+        squares = directions.square().mean(inputs, keepdim=True)
         for p, own in zip(params, squares.split(sizes), strict=True):
             if "neuron_squares" not in self.state[p]:
                 self.state[p]["neuron_squares"] = torch.zeros_like(own)
         kept = [self.state[p]["neuron_squares"] for p in params]
-        torch._foreach_lerp_(kept, list(squares.split(sizes)), 1 - group["normalize_beta"])
+        torch._foreach_lerp_(kept, list(squares.split(sizes)), 1 - beta)
         made = directions / torch.cat(kept).sqrt().add_(EPS)
         return made.mul_(directions.norm(dim=(1, 2), keepdim=True) / made.norm(dim=(1, 2), keepdim=True).add_(EPS))
 
