@@ -99,14 +99,15 @@ def load(
     overrides: Sequence[str] = (),
     *,
     update: int | Literal["best", "last"] | None = None,
-    average: bool | float = False,
+    average: bool | float | None = None,
     config_dirs: Sequence[str] = (),
 ) -> "LoadedRun":
     """Load a finished run: its `model` in evaluation mode, its `transforms`, its `classes`, and `predict(x)`.
 
     It is the best checkpoint where the run kept it (saving=best), else the newest one; `update` chooses another one, and
-    `average` the averaged weights (ema=ema), a number those of that width (ema=post_hoc). Overrides change the config, such as
-    `runtime.device=cpu`. Raises `drivetrain.core.errors.UserError` where there is no such run, or where its weights do not fit.
+    `average` says whether it is the averaged weights (None: where the run keeps an average), a number those of that width
+    (ema=post_hoc). Overrides change the config, such as `runtime.device=cpu`. Raises `drivetrain.core.errors.UserError` where
+    there is no such run, or where its weights do not fit.
     """
     from drivetrain.inference import loaded
     from drivetrain.inference.finished import Choice

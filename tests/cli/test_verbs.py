@@ -137,6 +137,10 @@ def test_list_a_key_of_no_group(here: Callable[..., Done]) -> None:
         (("list", "order"), ("'order'", "order is a key of data", "drivetrain list data")),
         (("list", "optimizer=adamx"), ("is no option of optimizer", "'adamw'")),
         (("evaluate",), ("needs a run's directory",)),
+        (("evaluate", "last"), ("last is the newest run below outputs/, and there is none",)),
+        (("train", "resume=last"), ("last is the newest run below outputs/, and there is none",)),
+        (("export", ".", "onnx", "pt2"), ("writes one format: onnx or torch.export",)),
+        (("export", ".", "m.pt2", "--out", "m.onnx"), ("one file is written, and m.pt2 and m.onnx are named",)),
         (("list", "--outt"), ("--outt", "there is: --config-dir")),
         (("show", "--datax"), ("--datax: did you mean --data?",)),
         (("compare", "--rounds", "4", "--quality"), ("--rounds 4 is rounds=4", "--quality is quality=true")),
@@ -274,6 +278,22 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("finished")
     train(*TINY, "optimizer=sgd", "updates=3", cwd=place, code=0)
     return only_run(place / "outputs")
+
+
+def test_last_is_the_newest_run_and_out_is_where_a_verb_writes(
+    finished: Path, tmp_path: Path, here: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished.parents[2])
+    for number, words in enumerate((
+        ("export", "last", "safetensors"), ("export", "last"), ("card", "last"), ("recipe", "export", "last"), ("report", "last"),
+        ("evaluate", "last"), ("predict", "last", "--data", "test"), ("recipe", "schema"), ("show", "model=mlp"),
+    )):  # fmt: skip
+        suffix = ("", ".safetensors", ".md", ".yaml", "", ".json", ".csv", ".json", ".png")[number]
+        out = tmp_path / f"{number}{suffix}"
+        good(here(*words, "--out", str(out)))
+        assert out.exists(), words
+    refused = here("export", "last", "onxx")
+    assert (refused.code, "did you mean 'onnx'" in refused.err) == (2, True)
 
 
 def test_recipe_export(finished: Path, tmp_path: Path, here: Callable[..., Done]) -> None:

@@ -171,13 +171,18 @@ def test_the_page_is_right(digits, samples, tmp_path, monkeypatch):
 
 
 def test_the_suffix_of_a_file_is_its_format():
-    assert export.format_of(None, None) == export.format_of(Path("m"), None) == "safetensors"
+    assert export.format_of(None, None) == "safetensors"
     assert export.format_of(Path("m"), "onnx") == export.format_of(Path("m.ONNX"), None) == "onnx"
     with_suffix = [kind for kind in export.SUFFIX if export.SUFFIX[kind]]
     assert [export.format_of(Path(f"m{export.SUFFIX[kind]}"), None) for kind in with_suffix] == with_suffix
     assert export.format_of(Path("m.bin"), "torchscript") == "torchscript"
     with pytest.raises(UserError, match=r"m\.bin: the format is not known from '\.bin': name the file \.safetensors"):
         export.format_of(Path("m.bin"), None)
+    with pytest.raises(UserError, match=r"onxx: the format is not known without a suffix \(did you mean 'onnx'\?\)"):
+        export.format_of(Path("onxx"), None)
+    assert [*map(export.format_named, ("onnx", "pt2", "torch.export", "transformers", "m"))] == [
+        "onnx", "torch.export", "torch.export", "transformers", None,
+    ]  # fmt: skip
     with pytest.raises(UserError, match=r"m\.onnx: a file of this name is onnx, and --format says safetensors"):
         export.format_of(Path("m.onnx"), "safetensors")
     with pytest.raises(UserError, match="--format onxn: there is safetensors"):

@@ -40,7 +40,9 @@ from drivetrain.sweeps.store import (
     one_job,
     prepare,
     read,
+    ties,
     unfinished,
+    value_of,
     write_summary,
 )
 from drivetrain.ui import terminal
@@ -57,10 +59,10 @@ def problems(act: Callable[[], Any]) -> list[str]:
     return caught.value.problems
 
 
-def ended(entry: StoredJob, status: str = "completed", accuracy: float | None = None) -> None:
+def ended(entry: StoredJob, status: str = "completed", accuracy: float | None = None, **more: float) -> None:
     """Let a job have ended like this."""
     entry.run_dir.mkdir(exist_ok=True)
-    figures = {} if accuracy is None else {"accuracy": accuracy}
+    figures = {} if accuracy is None else {"accuracy": accuracy, **more}
     Result(status=status, metrics={"test": {"final": figures, "best": figures}}, wall_s=1.0).write(entry.run_dir)
     entry.result = Result.read(entry.run_dir)
 
@@ -263,6 +265,22 @@ def test_the_best_job_by_the_losss_metric(tmp_path: Path) -> None:
         ("completed", 0.5), ("completed", 0.7), ("diverged", None), ("completed", None),
     ]  # fmt: skip
     assert best_of(sweep.entries, Selection("loss", min)) is None
+
+
+def test_the_loss_decides_ties_and_an_average_counts_where_there_is_one(tmp_path: Path) -> None:
+    sweep, store = a_sweep(tmp_path / "s", ["ema=none,ema", "epochs=1,2"])
+    objective = store.objective
+    assert objective == Selection("accuracy", max)
+    for entry, loss in zip(sweep.entries, (0.4, 0.3, 0.3, 0.5), strict=True):
+        ended(entry, "completed", 0.9, loss=loss)
+    best = best_of(sweep.entries, objective)
+    assert best is not None
+    assert (best.number, ties(sweep.entries, objective, best)) == (1, ": job 2 ties with it")
+    ended(best, "completed", 0.9, loss=0.1)
+    assert ties(sweep.entries, objective, best) == ": jobs 0, 2, 3 tie with it in accuracy, and its loss is lower"
+    ended(sweep.entries[2], "completed", 0.8, loss=0.5, ema_accuracy=0.95, ema_loss=0.6)
+    assert (best_of(sweep.entries, objective), value_of(sweep.entries[2].result, objective)) == (sweep.entries[2], 0.95)
+    assert ties(sweep.entries, objective, sweep.entries[2]) == ""
 
 
 def test_jobs_with_different_metrics_have_no_best(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ class Command:
             at = given.overrides.index("=", 1)
             key, value = given.overrides[at - 1], given.overrides[at + 1]
             raise UserError(f"'{key} = {value}': a setting has no spaces around its =: say {key}={value}")
+        given.overrides = [str(directory.named(word)) if word == directory.LAST else word for word in given.overrides]
         add_import_paths(given.config_dir)
         if given.config_path is not None:
             hint = "give a folder with your own options by --config-dir FOLDER"

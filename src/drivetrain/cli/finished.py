@@ -22,8 +22,8 @@ from drivetrain.ui.sheet import Table
 OF_CHOICE = """\
   update=N              the checkpoint of this update; best: of the best evaluation; last: the newest valid one
                         (default: best where the run kept it, as saving=best does, else last)
-  average=true          the averaged weights (ema=ema) instead of the trained ones; average=0.08: those of this relative width,
-                        of a run with ema=post_hoc
+  average=false         the trained weights of a run that keeps an average (ema=ema), which is what it hands on; average=0.08: the
+                        average of this relative width, of a run with ema=post_hoc
   'trust=[my_pkg]'      for a run with code of your own: a run's files are not trusted to name code
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml"""
 
@@ -56,7 +56,7 @@ def _of_run(
             and "=" not in last
         ):
             return runs()
-        own = ["update=best", "update=last", "average=true", *(options or ()), *offered]
+        own = ["update=best", "update=last", "average=false", *(options or ()), *offered]
         return [*own, *overrides(words, last)]
 
     return Command(name, of_run, text, options or {}, takes_paths=True, offers=offers)
@@ -89,14 +89,25 @@ def _evaluate(given: argparse.Namespace) -> int:
     return DONE
 
 
+def _file(given: argparse.Namespace) -> Path | None:
+    """The file to write, which is named by a word or by --out; None where it is not named. Raises UserError."""
+    words = [*given.paths, *([str(given.out)] if given.out is not None else [])]
+    if len(words) > 1:
+        raise UserError(f"one file is written, and {' and '.join(words)} are named: leave out what is none")
+    return expanded(words[0]) if words else None
+
+
 def _export(given: argparse.Namespace) -> int:
     """Run `drivetrain export` with these arguments; its exit code."""
-    if len(given.paths) > 1:
-        raise UserError("drivetrain export needs a run's directory, and perhaps a file: drivetrain export RUN [FILE]")
     from drivetrain.inference import export
     from drivetrain.inference.finished import MODEL_ALONE, ONE_PROCESS, find
 
-    file = expanded(given.paths[0]) if given.paths else None
+    formats = [kind for word in given.paths if (kind := export.format_named(word))]
+    given.paths = [word for word in given.paths if export.format_named(word) is None]
+    if len({*formats, *([given.format] if given.format else [])}) > 1:
+        raise UserError(f"drivetrain export writes one format: {' or '.join([*formats, *filter(None, [given.format])])}")
+    given.format = next(iter(formats), given.format)
+    file = _file(given)
     kind, with_normalize = export.format_of(file, given.format), given.with_normalize
     if with_normalize and kind in ("safetensors", "transformers"):
         raise UserError(f"--with-normalize: {kind} holds weights, and no model that could normalise: set another --format")
@@ -111,12 +122,12 @@ def _export(given: argparse.Namespace) -> int:
 
 def _card(given: argparse.Namespace) -> int:
     """Run `drivetrain card` with these arguments; its exit code."""
-    if len(given.paths) > 1 or given.overrides:
+    if given.overrides:
         raise UserError("drivetrain card needs a run's directory, and perhaps a file: drivetrain card RUN [FILE]")
     from drivetrain.inference import card
     from drivetrain.run import reader
 
-    path = expanded(given.paths[0]) if given.paths else given.run_dir / "README.md"
+    path = _file(given) or given.run_dir / "README.md"
     echo(f"written to {card.write(reader.read(given.run_dir), path)}")
     return DONE
 
@@ -176,15 +187,16 @@ On the same set, with the run's own ranks, batch and device, the figures are tho
 """, {"--out": FILE}, ("split=validation",))  # fmt: skip
 
 export = _of_run("export", _export, f"""\
-drivetrain export RUN [FILE] [--format FORMAT] [key=value] …      a finished run as one file, to use without drivetrain
+drivetrain export RUN [FORMAT] [--out FILE] [key=value] …      a finished run as one file, to use without drivetrain
 
   drivetrain export outputs/2026-11-21/07-37-57-4262f6
-  drivetrain export outputs/2026-11-21/07-37-57-4262f6 best.safetensors update=best
-  drivetrain export outputs/2026-11-21/07-37-57-4262f6 --format onnx
-  drivetrain export outputs/2026-11-21/07-37-57-4262f6 model.pt2 --with-normalize
+  drivetrain export last                               the newest run below outputs/
+  drivetrain export last --out best.safetensors update=best
+  drivetrain export last onnx
+  drivetrain export last --out model.pt2 --with-normalize
 
-  FILE                  the file to write; default: RUN/model, with the suffix of the format
-  --format FORMAT       default: as the suffix of FILE says, else safetensors
+  --out FILE            the file to write, or just FILE; default: RUN/model, with the suffix of the format
+  FORMAT                or --format FORMAT; default: as the suffix of FILE says, else safetensors
                         safetensors (.safetensors): the weights, under the model's own names
                         torch.export (.pt2), onnx (.onnx), torchscript (.ts): the model, in float32, for any batch size
                         transformers: a folder that its from_pretrained reads, of a run with model=transformers
@@ -194,20 +206,20 @@ drivetrain export RUN [FILE] [--format FORMAT] [key=value] …      a finished r
 
 The file says in its metadata what is needed to use it: model, classes, shape and normalisation of the inputs. Before it is
 kept, its output is compared with the model's. docs/export.md shows how to load each one.
-""", {"--format": {}, "--with-normalize": FLAG, "--adapter": FLAG})  # fmt: skip
+""", {"--out": FILE, "--format": {}, "--with-normalize": FLAG, "--adapter": FLAG})  # fmt: skip
 
 card = _of_run("card", _card, """\
-drivetrain card RUN [FILE]      a model card of a finished run, as Hugging Face's hub shows it
+drivetrain card RUN [--out FILE]      a model card of a finished run, as Hugging Face's hub shows it
 
   drivetrain card outputs/2026-11-21/07-37-57-4262f6
-  drivetrain card outputs/2026-11-21/07-37-57-4262f6 model/README.md
+  drivetrain card outputs/2026-11-21/07-37-57-4262f6 --out model/README.md
 
-  FILE                  the file to write; default: RUN/README.md
+  --out FILE            the file to write; default: RUN/README.md
 
 It has the figures with their intervals, data, training, limits, and the recipe, from the run's own files. What only you
 know, such as the licence, is marked to be filled in. `drivetrain export RUN FOLDER --format transformers` writes it into
 its folder.
-""")  # fmt: skip
+""", {"--out": FILE})  # fmt: skip
 
 SPLITS = {"choices": ["test", "validation", "train"]}
 predict = _of_run("predict", _predict, f"""\

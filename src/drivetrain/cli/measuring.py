@@ -21,10 +21,15 @@ def measuring(
     module, _, function = target.partition(":")
 
     def work(given: argparse.Namespace) -> int:
-        values = [getattr(given, flag.removeprefix("--")) for flag in options or ()]
-        return int(getattr(import_module(f"drivetrain.measure.{module}"), function)(given.overrides, given.config_dir, *values))
+        from drivetrain.measure import verbs
 
-    return Command(name, work, text, options or {}, settings, offers=offers)
+        values = [getattr(given, flag.removeprefix("--")) for flag in options or ()]
+        with verbs.into(getattr(given, "out", None)):
+            called = getattr(import_module(f"drivetrain.measure.{module}"), function)
+            return int(called(given.overrides, given.config_dir, *values))
+
+    out = {"--out": FILE} if "  --out " in text and "out" not in settings else {}
+    return Command(name, work, text, {**out, **(options or {})}, settings, offers=offers)
 
 
 def _certify_words(words: Sequence[str], last: str) -> list[str]:
@@ -68,6 +73,7 @@ drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by s
   target=0.95           of that metric: the seconds until it is reached are compared too
   --recipe FILE         hand the fastest variant on as a recipe that claims what was measured, if it is faster beyond doubt;
                         a better result alone is not handed on
+  --out DIR             where to write, in place of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 A key that only one variant's option has goes to that one: optimizer=sgd,adamw optimizer.momentum=0.9. Where the options claim
@@ -85,6 +91,7 @@ drivetrain certify [group=option] [key=value] … [against [group=option] …]  
 
 Both runs make a few updates from one state with the same samples. Answers:
   exact                 bit for bit the same, or only the order of sums differs
+  no effect             bit for bit the same, although one of the two is to round coarser: nothing was tested on this machine
   within rounding       the differences are those that the run's number format gives
   differs               with the first layer or phase that does, and the update in which it does
 
@@ -92,9 +99,10 @@ After `against`: the settings of the other run that differ; the rest is the same
 claims to be exact or close (`drivetrain list`) is switched off in the other run.
 
   steps=4               updates that are compared
+  --out DIR             where to write, in place of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
-exit codes: 0 exact or within rounding · 1 differs · 2 cannot be compared, or a bad command line
+exit codes: 0 exact, within rounding or no effect · 1 differs · 2 cannot be compared, or a bad command line
 """, offers=_certify_words)  # fmt: skip
 
 ablate = measuring("ablate", "claims.export:ablate", """\
@@ -110,6 +118,7 @@ another to the baseline, the best first (steps). tables=[steps] measures those a
   quality=true          a second column: is the result still as good? seeds, max_seeds, quality_s, judge and target are
                         compare's; a config that several tables have is trained once
   --recipe FILE         write the recipe with the claim that the last of the steps measured
+  --out DIR             where to write, in place of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """, {"--recipe": FILE})  # fmt: skip
 
@@ -126,6 +135,7 @@ drivetrain bisect GOOD BAD [key=value] …      which of their differing setting
   seeds=16              trainings of each config for quality=true, at most
   block_s=0.4           seconds of a block of timed updates; each config has two in a round
   budget_s=3600         seconds for all comparisons, approximately
+  --out DIR             where to write, in place of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 Subsets of the changes are put on top of GOOD, and compared with GOOD in turns as `drivetrain compare` does it. The answer is
@@ -145,6 +155,7 @@ drivetrain doctor [group=option] [key=value] …      where a step's time goes, 
   profile_s=2           seconds of each examination of the step
   rounds=8, block_s=0.4  of the comparison that proves the overrides
   --recipe FILE         where to write the recipe with its claim, in place of a file below outputs/doctor
+  --out DIR             where to write, in place of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """, {"--recipe": FILE})  # fmt: skip
 
@@ -163,6 +174,7 @@ drivetrain tune [what=all] [group=option] [key=value] …      what makes this r
   'target=accuracy>=0.98'  in place of speed: which global batch near the gradient noise scale gets there soonest, over seeds=5
                         (or --target 'accuracy>=0.98')
   --recipe FILE         where to write the recipe with its claim, in place of a file below outputs/tune
+  --out DIR             where to write, in place of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 Writes a recipe with its measurements, tune.json and a page under outputs/tune. The run itself is not changed.
@@ -179,6 +191,7 @@ drivetrain forecast [device=NAME] [group=option] [key=value] …      peak memor
   seconds=20            about how long it may take once the run is built
   what_if=true          which further override would help most: precision, recomputation, compiling, ranks
   --json                the figures as JSON: each with its interval, as [value, low, high]
+  --out DIR             where to write, in place of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 The run's own step is made on tensors without values: nothing is trained and nothing is written. Figures for devices that are
@@ -197,5 +210,5 @@ drivetrain report [RUN | DIR …]      one run on a page; or runs and sweeps, fi
 
   target=VALUE          the metric that times are taken to, or 'target=accuracy>=0.98'; default: what all completed runs reached
   samples=12            on the page of one run: the worst samples, and as many others; 0 loads no model
-  out=DIR               where report.html and report.csv go; else the folder of the one run, or a new one under outputs/report
-""", offers=lambda words, last: runs())  # fmt: skip
+  --out DIR             where report.html and report.csv go; else the folder of the one run, or a new one under outputs/report
+""", settings=("out",), offers=lambda words, last: runs())  # fmt: skip

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from drivetrain.cli.arguments import FLAG, NUMBER, Command
+from drivetrain.cli.arguments import FILE, FLAG, NUMBER, Command
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import DONE, UserError, refuse
 from drivetrain.core.machine.guards import usable_cores
@@ -33,6 +33,7 @@ drivetrain pack SOURCE FOLDER [data=option] [data.key=value] …      decode the
   drivetrain pack 'train-{000..009}.tar' packed data=webdataset
   drivetrain pack --verify packed                         every sample's checksum
 
+  --out FOLDER          the same as FOLDER
   --size N              the square that images are resized to (with --jpeg: their shorter side); default 256
   --jpeg                store JPEGs; those at or below the size are kept byte for byte
   --quality Q           JPEG quality of images that are made smaller, 1 to 100; default 90
@@ -52,7 +53,7 @@ def _command(given: argparse.Namespace) -> int:
             count = stored.verify(Path(given.overrides[0]), step)
         echo(f"{given.overrides[0]}: all {count:,} samples are as they were packed")
         return DONE
-    paths = [w for w in given.overrides if "=" not in w]
+    paths = [*(w for w in given.overrides if "=" not in w), *([str(given.out)] if given.out is not None else [])]
     if len(paths) != 2:
         raise UserError("drivetrain pack needs a source and a folder to write: drivetrain pack ~/images packed --size 256")
     if not 1 <= given.quality <= 100 or (given.size is not None and given.size < 1) or given.threads < 1:
@@ -63,7 +64,7 @@ def _command(given: argparse.Namespace) -> int:
 
 command = Command("pack", _command, HELP, {
     "--size": NUMBER, "--jpeg": FLAG, "--quality": NUMBER | {"default": 90}, "--threads": NUMBER | {"default": usable_cores()},
-    "--verify": FLAG,
+    "--verify": FLAG, "--out": FILE,
 }, takes_paths=True)  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from drivetrain.cli.arguments import Command, overrides
+from drivetrain.cli.arguments import FILE, Command, overrides
 from drivetrain.cli.measuring import measuring
 from drivetrain.config import catalog
 from drivetrain.config.catalog import options
@@ -63,10 +63,10 @@ drivetrain recipe VERB …      recipes: options and values, shared as plain YAM
   drivetrain recipe list                               all that recipe=NAME finds
   drivetrain recipe show NAME|PATH|ADDRESS             its text
   drivetrain recipe check NAME|PATH|ADDRESS …          is it valid? Every problem with file and line
-  drivetrain recipe export RUN [RUN …] [FILE]          the recipe of a run, or of several seeds' runs, and what they claim
+  drivetrain recipe export RUN [RUN …] [--out FILE]    the recipe of a run, or of several seeds' runs, and what they claim
   drivetrain recipe verify NAME|PATH [key=value] …     does its claim hold on this machine? Measured again, kind by kind
   drivetrain recipe diff A B [key=value] …             where two recipes or runs differ
-  drivetrain recipe schema [FILE]                      the JSON Schema of recipes, for editors
+  drivetrain recipe schema [--out FILE]                the JSON Schema of recipes, for editors
 
   target=accuracy>=0.98  of export: also claim the updates and seconds to it (quote it: > is the shell's)
   set=test, metric=loss  of export: claim the final value of another set or metric than the one that ranks models
@@ -74,6 +74,7 @@ drivetrain recipe VERB …      recipes: options and values, shared as plain YAM
   seeds=5               of verify: trainings, with seeds that the claim did not have
   rounds=20, block_s=0.4  of verify: as for `drivetrain compare`
   quality=true          of verify: also train the baseline to its end
+  --out FILE            of export and schema: the file to write; of verify: the folder
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 exit codes of verify: 0 something holds and nothing is refuted · 1 something does not hold · 2 no claim, or a bad command line ·
@@ -88,7 +89,7 @@ def command(argv: Sequence[str]) -> int:
         return DONE
     if not argv or argv[0] not in VERBS:
         given = f"'{argv[0]}' is none of these: {did_you_mean(argv[0], VERBS)}" if argv else "nothing is given"
-        wanted = "list, show NAME, check NAME …, export RUN … [FILE], verify NAME, diff A B or schema [FILE]"
+        wanted = "list, show NAME, check NAME …, export RUN … [--out FILE], verify NAME, diff A B or schema [--out FILE]"
         raise UserError(f"drivetrain recipe needs {wanted}: {given}")
     return VERBS[argv[0]](["quick=true" if word == "--quick" else word for word in argv[1:]])
 
@@ -133,6 +134,7 @@ def _schema(given: argparse.Namespace) -> int:
     """Print the JSON Schema of recipes, or write it to FILE, which it replaces. An editor uses it as docs/recipes.md says."""
     from drivetrain.cli.recipe_schema import recipe_schema
 
+    given.overrides += [str(given.out)] if given.out is not None else []
     if len(given.overrides) > 1:
         raise UserError(f"drivetrain recipe schema writes one file: leave out {' '.join(given.overrides[1:])}")
     refuse(catalog.problems(given.config_dir))
@@ -152,6 +154,7 @@ def _schema(given: argparse.Namespace) -> int:
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": _list, "show": _show,
     "check": Command("recipe check", _check, HELP, takes_paths=True),
-    "schema": Command("recipe schema", _schema, HELP, takes_paths=True),
-    **{name: measuring(f"recipe {name}", f"claims.{name}:command", HELP) for name in ("export", "verify", "diff")},
+    "schema": Command("recipe schema", _schema, HELP, {"--out": FILE}, takes_paths=True),
+    **{name: measuring(f"recipe {name}", f"claims.{name}:command", HELP) for name in ("export", "verify")},
+    "diff": measuring("recipe diff", "claims.diff:command", HELP.replace("  --out ", "")),
 }  # fmt: skip

@@ -39,16 +39,21 @@ drivetrain show [group=option] [key=value] …      what training will see of it
 
   --png FILE            as an image, by matplotlib
   --data FILE           the data as a page, with samples; without it they are told where data=… or task=… is given
+  --out FILE            the one or the other, by its suffix: .png or .html
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """
 
 
 def _show(given: argparse.Namespace) -> int:
+    if given.out is not None:
+        if given.out.suffix not in (".png", ".html"):
+            raise UserError(f"--out {given.out}: name a .png for the schedule, or an .html for the data")
+        setattr(given, "png" if given.out.suffix == ".png" else "data", given.out)
     show(given.overrides, given.config_dir, given.png, given.data)
     return DONE
 
 
-command = Command("show", _show, HELP, {"--png": FILE, "--data": FILE})
+command = Command("show", _show, HELP, {"--png": FILE, "--data": FILE, "--out": FILE})
 
 
 def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None = None, page: Path | None = None) -> None:

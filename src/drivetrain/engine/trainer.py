@@ -284,7 +284,7 @@ class Trainer:
     def record_evaluation(self, stops: Callable[[], bool]) -> None:
         """Evaluate, and tell all that goes by it. Raises Interrupted where `stops` says so at a batch."""
         metrics, evaluator = self.evaluator.evaluate(stops), self.evaluator
-        self.progress.record_evaluation(metrics, *self.selection, evaluator.tables)
+        self.progress.record_evaluation(metrics, self.selection.place(metrics), evaluator.tables)
         self.log.write("evaluate", set=evaluator.set, **metrics)
         self.scheduler.evaluated(metrics)
         self.stopping.evaluated(metrics)

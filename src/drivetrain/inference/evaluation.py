@@ -22,6 +22,7 @@ from drivetrain.engine.summary import recall
 from drivetrain.inference.finished import Choice, chosen_weights, find, load_weights
 from drivetrain.launch import launcher, worker
 from drivetrain.launch.job import Job, recorded_environment
+from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 from drivetrain.ui.progress import Rate
@@ -57,7 +58,7 @@ def evaluate(
     Overrides change its config, such as `data=…` or `parallel=ddp`. With the run's own ranks, batches and device the figures are
     those of training to the last digit; other ones add the same numbers in another order.
     """
-    choice = choice or Choice()
+    choice, run_dir = choice or Choice(), directory.named(run_dir)
     average = ["ema=none"] if choice.average else []  # the averaged weights take the place of the trained ones
     finished = find("drivetrain evaluate", Path(run_dir), [*average, *overrides], config_dirs, choice)
     checkpoint = finished.checkpoint
@@ -76,7 +77,7 @@ def evaluate(
     if result.code:
         raise UserError(str(result.error).splitlines())
     return Evaluation(
-        str(run_dir), int(checkpoint.name), choice.average, choice.split, result.metrics[choice.split]["final"],
+        str(run_dir), int(checkpoint.name), choice.average or False, choice.split, result.metrics[choice.split]["final"],
         list(overrides), result.world_size, result.device, told["samples"], _source(finished.job, told["origin"]),
         told["shares"],
     )  # fmt: skip
@@ -118,7 +119,7 @@ def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, choice: Choice, ki
     """Load the weights, without the state that only training needs, and evaluate them. Called on all ranks."""
     StopFlag.nothing_to_save()
     weights, state = worker.load(checkpoint, trainer.parallel)
-    weights = chosen_weights(checkpoint, weights, state, choice.average)
+    weights = chosen_weights(checkpoint, weights, state, choice.average or False)
     no_optimizer: JsonObject = {"param_groups": [], "state": {}}
     weights, state = trainer.parallel.shard_state_dict(weights, {**state, "optimizer": no_optimizer})
     load_weights(trainer.model, weights)
@@ -139,7 +140,7 @@ def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, choice: Choice, ki
     with Rate("sample", None) as rate:  # of this rank's
         shown = rate if trainer.parallel.world.rank == 0 else lambda _: None
         evaluator = replace(trainer.evaluator, watch=_counting(shown))
-        trainer.progress.record_evaluation(evaluator.evaluate(), *trainer.selection)
+        trainer.progress.record_evaluation(evaluator.evaluate(), None)
 
 
 def _counting(show: Callable[[int], None]) -> StreamWatcher:

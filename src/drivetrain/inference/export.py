@@ -16,7 +16,7 @@ import torch
 
 from drivetrain.adapter import layers as adapter_layers
 from drivetrain.adapter.base import Lora
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.machine import files
 from drivetrain.core.step.trees import Tree
 from drivetrain.core.typed import JsonMapping, JsonObject
@@ -37,6 +37,11 @@ LARGE = 1_500_000_000  # bytes: an ONNX file of more than 2 GB keeps its weights
 Run = Callable[[Tree], torch.Tensor]
 
 
+def format_named(word: str) -> str | None:
+    """The format that a word names: by its own name, or as onnx, pt2 or ts; None where it names none."""
+    return word if word in SUFFIX else {own.removeprefix("."): kind for kind, own in SUFFIX.items() if own}.get(word)
+
+
 def format_of(path: Path | None, given: str | None) -> str:
     """Return the format that was named, or that a file's suffix names; the weights alone where neither says one.
 
@@ -50,9 +55,10 @@ def format_of(path: Path | None, given: str | None) -> str:
         raise UserError(
             f"{path}: a file of this name is {by_suffix}, and --format says {given}: leave it out, or rename the file"
         )
-    if given is None and by_suffix is None and suffix:
+    if given is None and by_suffix is None and path is not None:
         known = ", ".join(f"{own} ({kind})" for kind, own in SUFFIX.items() if own)
-        raise UserError(f"{path}: the format is not known from '{suffix}': name the file {known}, or say --format")
+        said = f"from '{suffix}'" if suffix else f"without a suffix ({did_you_mean(path.name, SUFFIX)})"
+        raise UserError(f"{path}: the format is not known {said}: name the file {known}, or give a format")
     return given if given is not None else by_suffix or "safetensors"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from drivetrain.ema.base import Width
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
 from drivetrain.model import Model
 from drivetrain.recipe import reader as recipes
+from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 
@@ -32,6 +34,7 @@ ONE_PROCESS = "parallel=single"
 # The groups that a model in use needs. Rules of other groups are not asked: the run's data, teacher or loader may be gone.
 MODEL_ALONE = ("runtime", "parallel", "precision", "model", "surgery", "batch")
 
+logger = logging.getLogger(__name__)
 
 Update = CountOrZero | Literal["best", "last"] | None
 
@@ -41,7 +44,8 @@ class Choice:
     """The choice of which weights of a run to use."""
 
     update: Update = None  # None: the best where the run kept it, else the last
-    average: bool | Width = False  # the averaged weights, instead of the trained ones; a number: the average of this width
+    # The averaged weights, instead of the trained ones; a number: the average of this width. None: the average where there is one
+    average: bool | Width | None = None
     split: Literal["test", "validation"] = "test"  # the set to evaluate on
 
 
@@ -53,7 +57,7 @@ class Finished:
     job: Job  # its config, without what only training needs
     used: Collection[str] | None  # the groups of options that will be used; None: all
     checkpoint: Path
-    average: bool | float
+    average: bool | float | None
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Read the chosen weights, under the plain model's own names: with its adapters merged in. Raises UserError."""
@@ -74,7 +78,7 @@ def find(
 
     `used` names the groups of options that will be used; None: all.
     """
-    choice = choice or Choice()
+    choice, run_dir = choice or Choice(), directory.named(run_dir)
     recorded = recorded_environment(run_dir)
     given = {key_of(word) for word in overrides}
     words = [*(word for word in OFF if key_of(word) not in given), *overrides]
@@ -156,15 +160,18 @@ def checkpoint_of(run_dir: Path, update: Update = None, keeps_best: bool = False
 
 
 def chosen_weights(
-    checkpoint: Path, weights: dict[str, torch.Tensor], state: StateDict, average: bool | float
+    checkpoint: Path, weights: dict[str, torch.Tensor], state: StateDict, average: bool | float | None
 ) -> dict[str, torch.Tensor]:
-    """A checkpoint's weights, or with `average` the averaged ones, where it has them: those of a width, or the run's own.
+    """A checkpoint's weights, or with `average` the averaged ones: those of a width, or the run's own. None: if it has them.
 
     Raises UserError.
     """
-    if not average:
+    averaged = state.get("ema")
+    if average is False or (average is None and not averaged):
         return weights
-    if not (averaged := state.get("ema")):
+    if average is None:
+        logger.info("update %s: the averaged weights (average=false: the trained ones)", checkpoint.name)
+    if not averaged:
         raise UserError(f"{checkpoint} has no averaged weights: the run had ema=none")
     tensors = averaged.get("tensors") if isinstance(averaged, dict) else None
     tied = averaged.get("tied", {}) if isinstance(averaged, dict) else {}  # further names: the checkpoint has a tensor under each
@@ -174,7 +181,7 @@ def chosen_weights(
         and fits_weights({name: tensors.get(first) for name, first in tied.items()}, weights)
     ):
         raise UserError(f"{checkpoint} has averaged weights that do not fit its weights: leave average=… out, or say update=N")
-    if average is not True:
+    if average is not True and average is not None:
         from drivetrain.ema import profiles
 
         tensors = profiles.synthesised(checkpoint.parent.parent, averaged, average)

@@ -144,6 +144,7 @@ def prepare(
     `hydra` holds Hydra's settings of a single run; among the overrides they are refused.
     `cell` is used instead of `recipe=`: the recipe that was read already, or one cell of its sweep, for which `of_cell` stand.
     """
+    overrides = directory.with_last(overrides)
     asked = {key_of(word): word.partition("=")[2] for word in overrides}
     resume = os.path.expanduser(asked.get("resume", "null").strip("'\""))
     words = [w for w in overrides if key_of(w) != "resume"]

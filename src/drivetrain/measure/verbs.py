@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -11,16 +13,37 @@ from typing import TypeVar
 from drivetrain.config import schema
 from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.machine.files import write_json
+from drivetrain.core.machine.paths import expanded
 from drivetrain.core.options.overrides import key_of, single_values
 from drivetrain.launch.job import Job
 from drivetrain.run import directory, environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.sheet import Section, Sheet, commands, machine, under
 
+_chosen: ContextVar[Path | None] = ContextVar("_chosen", default=None)
+
+
+@contextmanager
+def into(place: Path | None) -> Iterator[None]:
+    """Within the context, what a verb finds goes into this folder; None: into a new one below the run's output_dir."""
+    token = _chosen.set(place if place is None else expanded(place))
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def chosen() -> Path | None:
+    """The place that was named by `into`."""
+    return _chosen.get()
+
 
 def folder(job: Job, verb: str) -> Path:
-    """A new folder for what a verb finds."""
-    return directory.create(Path(job.run.values["output_dir"]), verb)
+    """The folder for what a verb finds."""
+    if (place := chosen()) is None:
+        return directory.create(Path(job.run.values["output_dir"]), verb)
+    place.mkdir(parents=True, exist_ok=True)
+    return place
 
 
 def write(place: Path, name: str, sheet: Sheet, command: Sequence[str], content: object) -> None:

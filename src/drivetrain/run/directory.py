@@ -11,12 +11,13 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.machine import files
+from drivetrain.core.machine.paths import expanded
 
 if TYPE_CHECKING:
     from drivetrain.core.options import groups
@@ -164,6 +165,26 @@ def temporary() -> Iterator[Path]:
         finally:
             settings["tempdir"] = before
             shutil.rmtree(folder, ignore_errors=True)
+
+
+LAST = "last"  # the word for the newest run below outputs/
+TAKE_RUNS = ("resume", "model.weights", "loss.teacher")  # settings that name a run
+
+
+def named(word: str | Path) -> Path:
+    """The run's directory that a word names. Raises UserError where there is no `last` one."""
+    path = expanded(word)
+    if str(word) != LAST or path.exists():
+        return path
+    if not (found := newest_first(Path("outputs"))):
+        raise UserError(f"{LAST} is the newest run below outputs/, and there is none: name a run's directory")
+    return found[0]
+
+
+def with_last(words: Sequence[str]) -> list[str]:
+    """Overrides that name the newest run's directory where they said `last`. Raises UserError."""
+    said = {f"{key}={LAST}": key for key in TAKE_RUNS}
+    return [f"{said[word]}={named(LAST)}" if word in said else word for word in words]
 
 
 def newest_first(root: Path) -> list[Path]:

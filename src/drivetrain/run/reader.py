@@ -12,7 +12,7 @@ from drivetrain.config.composed import flatten
 from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.machine import files
 from drivetrain.core.machine.paths import expanded
-from drivetrain.core.options.selection import Reach
+from drivetrain.core.options.selection import Reach, Selection, handed_on
 from drivetrain.core.typed import JsonObject, fits, is_number
 from drivetrain.run import directory, records
 from drivetrain.run.records import need_pandas
@@ -59,23 +59,29 @@ class RunFiles:
     counts_start: bool = True  # whether the seconds to a target are those that it noted, with the start of its process
 
     @cached_property
+    def selection(self) -> Selection | None:
+        """The metric that ranks the run's models; None before the first evaluation."""
+        recorded = (self.result.selection if self.result else None) or self.environment.get("selection")
+        return Selection.of(recorded) if self.evaluated.values else None
+
+    @property
     def metric(self) -> tuple[str, bool] | None:
-        """The metric that ranks the run's models, and whether higher is better; None before the first evaluation."""
-        recorded = (self.result.selection if self.result else None) or self.environment.get("selection") or {}
-        name = recorded.get("metric")
-        return (str(name), recorded.get("better") == "max") if name is not None and self.evaluated.values else None
+        """The same among other runs: the metric of the weights that each hands on, and whether higher is better."""
+        return (self.selection.across_runs.name, self.selection.maximize) if self.selection is not None else None
+
+    def place(self) -> tuple[float, float] | None:
+        """The place of the best evaluation among those of runs with the same metric, the least the best."""
+        places = map(self.selection.place, self.evaluated.values) if self.selection is not None else ()
+        return min((place for place in places if place is not None), default=None)
 
     def best(self) -> float | None:
         """The metric's best value."""
-        if self.metric is None:
-            return None
-        name, more = self.metric
-        values = [v[name] for v in self.evaluated.values if name in v]
-        return (max if more else min)(values) if values else None
+        place = self.place()
+        return self.selection.value(place) if self.selection is not None and place is not None else None
 
     def final(self) -> float | None:
         """The metric's last value."""
-        return self.evaluated.values[-1].get(self.metric[0]) if self.metric else None
+        return self.evaluated.values[-1].get(self.selection.name) if self.selection else None
 
     def rates(self) -> list[float]:
         """Samples per second between logged updates, sorted."""
@@ -103,7 +109,8 @@ class RunFiles:
 
     def first_reaching(self, name: str, good: Callable[[float], bool]) -> tuple[float, int] | None:
         """Seconds and updates until an evaluation gave a good value of a figure; None if none did."""
-        for seconds, update, values in zip(self.evaluated.seconds, self.evaluated.updates, self.evaluated.values, strict=True):
+        each = map(handed_on, self.evaluated.values)
+        for seconds, update, values in zip(self.evaluated.seconds, self.evaluated.updates, each, strict=True):
             if name in values and good(values[name]):
                 return seconds, update
         return None

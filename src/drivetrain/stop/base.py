@@ -40,7 +40,7 @@ class TimeToTarget:
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         """Look at an evaluation. Called on all ranks with the same figures."""
-        value = metrics.get(self.reach.metric)
+        value = selection.handed_on(metrics).get(self.reach.metric)
         if self.update is not None or value is None or not self.reach.reached(value):
             return
         self.update, self._samples, self._seconds = self._progress.updates, self._progress.samples, self._elapsed()

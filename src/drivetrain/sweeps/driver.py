@@ -25,7 +25,7 @@ from drivetrain.core.machine.guards import usable_cores
 from drivetrain.core.machine.paths import add_import_paths
 from drivetrain.core.machine.signals import SignalForwarder
 from drivetrain.core.options.overrides import key_of
-from drivetrain.core.options.selection import Selection
+from drivetrain.core.options.selection import Selection, handed_on
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import device_problems
 from drivetrain.run import directory, records
@@ -173,6 +173,7 @@ class SweepPlan:
 
 def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool = False) -> tuple[Path, int]:
     """Run all jobs and show them in a table; return the folder and the exit code. Raises UserError if no job can run."""
+    overrides = directory.with_last(overrides)
     resume = next((o.partition("=")[2].strip("'\"") for o in overrides if key_of(o) == "resume"), "null")
     own, dirs = [o for o in overrides if key_of(o) != "resume"], [str(Path(d).resolve()) for d in config_dirs]
     if resume not in ("null", "", "auto"):
@@ -268,9 +269,9 @@ def _show(sweep: Sweep, objective: Selection | None) -> None:
     if objective is None or best is None or best.result is None:
         return
     overrides = shlex.join(o for o in best.job.overrides if not is_hydra_override(o))
-    figures = best.result.judged("best")
+    figures = handed_on(best.result.judged("best"))
     value = f"{best.result.judged_by} {objective.name} {terminal.number(figures[objective.name])}{best.result.when(figures)}"
-    echo(f"\nbest: job {best.number}, {value} ({best.job.label or 'the only one'})")
+    echo(f"\nbest: job {best.number}, {value} ({best.job.label or 'the only one'}){store.ties(sweep.entries, objective, best)}")
     dirs = "".join(f"--config-dir {shlex.quote(folder)} " for folder in sweep.config_dirs)
     echo(f"  drivetrain train {dirs}{overrides}")
     echo(f"  its recipe: {best.run_dir / 'recipe.yaml'}")

@@ -112,7 +112,7 @@ class Search:
         self.cells = _cells(self.axes, option.seed or 0) if option.sampler == "grid" else []
         self.total = min(option.n_trials, len(self.cells) or option.n_trials)
         self.first = self._valid_job()
-        self.objective = selected(self.first.run)
+        self.objective = selected(self.first.run).across_runs
         if option.direction is not None:
             self.objective = self.objective._replace(better=max if option.direction == "maximize" else min)
         self.kept: list[StoredJob] = []  # ended before this process began

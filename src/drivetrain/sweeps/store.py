@@ -21,7 +21,7 @@ from drivetrain.core.machine import home
 from drivetrain.core.machine.files import read_json, write_json
 from drivetrain.core.machine.paths import add_import_paths
 from drivetrain.core.options.overrides import format_value, key_of, parse_each
-from drivetrain.core.options.selection import Selection, selected
+from drivetrain.core.options.selection import Selection, handed_on, selected
 from drivetrain.core.typed import JsonObject, fits
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
@@ -265,7 +265,7 @@ class Grid:
     @property
     def objective(self) -> Selection | None:
         """The metric that ranks the jobs; None where their losses have different ones."""
-        found = [selected(job.job.run) for job in self.jobs if job.job is not None]
+        found = [selected(job.job.run).across_runs for job in self.jobs if job.job is not None]
         return found[0] if all(each == found[0] for each in found) else None
 
     def begin(self, sweep: Sweep) -> None:
@@ -364,20 +364,34 @@ def merge_overrides(path: Path, overrides: Sequence[str], given: Sequence[str]) 
     return [*kept, *given]
 
 
-def value_of(result: Result | None, objective: Selection | None) -> float | None:
-    """The objective at a run's best evaluation; None where the run did not complete, or the value is not finite."""
+def place_of(result: Result | None, objective: Selection | None) -> tuple[float, float] | None:
+    """The place of a run's best evaluation; None where the run did not complete, or the objective is not finite."""
     if result is None or objective is None or result.status != "completed":
         return None
-    value = result.judged("best").get(objective.name)
-    return value if value is not None and math.isfinite(value) else None
+    return objective.place(handed_on(result.judged("best")))
+
+
+def value_of(result: Result | None, objective: Selection | None) -> float | None:
+    """The objective at a run's best evaluation; None where it has no place."""
+    place = place_of(result, objective)
+    return objective.value(place) if objective is not None and place is not None else None
 
 
 def best_of(entries: Sequence[StoredJob], objective: Selection | None) -> StoredJob | None:
-    """The best job; the first of equal ones. None where none has a value of the objective."""
-    values = [(value, entry) for entry in entries if (value := value_of(entry.result, objective)) is not None]
-    if objective is None or not values:
-        return None
-    return (max if objective.maximize else min)(values, key=lambda pair: pair[0])[1]
+    """The best job; the first of equal ones. None where none has a place."""
+    placed = [(place, entry) for entry in entries if (place := place_of(entry.result, objective)) is not None]
+    return min(placed, key=lambda each: each[0])[1] if placed else None
+
+
+def ties(entries: Sequence[StoredJob], objective: Selection, best: StoredJob) -> str:
+    """The other jobs with the best one's metric, in words: those with the same loss too, else what decided."""
+    placed = [(entry.number, place_of(entry.result, objective)) for entry in entries if entry is not best]
+    first = place_of(best.result, objective)
+    equal = [(number, place) for number, place in placed if first is not None and place is not None and place[0] == first[0]]
+    same = [str(number) for number, place in equal if place == first]
+    others = same or [str(number) for number, _ in equal]
+    said = f": job{'s' * (len(others) > 1)} {', '.join(others)} tie{'s' * (len(others) == 1)} with it"
+    return f"{said}{'' if same else f' in {objective.name}, and its loss is lower'}" if others else ""
 
 
 def direction(objective: Selection) -> Literal["minimize", "maximize"]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drivetrain.core.options.selection import handed_on
 from drivetrain.core.typed import JsonMapping
 from drivetrain.run.result import Result
 from drivetrain.ui import logs, output, plots
@@ -202,7 +203,7 @@ def show_jobs(results: Sequence[tuple[int, str, Result]], ranked_by: str | None 
     for job, label, r in results:
         figures = {(r.judged_by, n): number(value) for n, value in r.judged("final").items()}
         metrics = [figures.get(name, "–") for name in names]
-        best = r.judged("best")
+        best = handed_on(r.judged("best"))
         metrics += [
             f"{number(best[ranked_by])}{r.when(best)}" if r.judged_by == of and ranked_by in best else "–" for of in ranks
         ]

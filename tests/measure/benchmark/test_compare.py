@@ -229,6 +229,12 @@ def test_variants_of_unequal_work_are_grouped():
     assert not list(notes_on(variants[:2]))
 
 
+def test_a_variant_that_is_the_first_one_bit_for_bit_is_said_to_be_so():
+    weights = {"a": (4, "d1"), "b": (4, "d1"), "c": (4, "d2"), "d": (5, "d1")}
+    variants = [Variant(label, None, Path(), {"weights": each}) for label, each in weights.items()]
+    assert list(notes_on(variants)) == ["b: bit for bit the first variant after 4 updates: only its speed can differ"]
+
+
 # --- `drivetrain ablate`: that its variants are the baseline with, and the recipe without, exactly what they are named for ---
 
 PAIRS = [

@@ -316,6 +316,19 @@ def test_the_answer_names_the_best_run():
     assert verdict(runs) == said
 
 
+def test_of_runs_that_tie_the_loss_decides_and_averages_count():
+    figures = [(0.9, 0.3, {}), (0.9, 0.2, {}), (0.5, 0.4, {"ema_accuracy": 0.9, "ema_loss": 0.1}), (0.9, 0.1, {})]
+    for n, (accuracy, loss, more) in enumerate(figures):
+        record = {"event": "evaluate", "update": 3, "set": "validation", "accuracy": accuracy, "loss": loss, "time": 4.0, **more}
+        selection = {"metric": "ema_accuracy" if more else "accuracy", "better": "max"}
+        result = {**GOOD, "selection": selection, "overrides": [f"lr={n}"]}
+        a_run(Path(f"outputs/{n}"), n, **{"metrics.jsonl": json.dumps(record) + "\n", "result.json": json.dumps(result)})
+    runs = find([Path("outputs")])
+    same = "all reached the same: accuracy 0.9000 on the validation set"
+    assert verdict(runs[:2]) == f"Of 2 runs, {same}, lr=1 with the lowest loss"
+    assert verdict(runs) == f"Of 4 runs, {same}, 2 of them with the lowest loss"
+
+
 def test_a_setting_over_decades_has_a_logarithmic_axis():
     for n, lr in enumerate((1e-4, 1e-3, 1e-2)):
         a_run(Path(f"outputs/{n}"), n, **{"config.yaml": f"optimizer: {{lr: {lr}, momentum: 0.{n + 1}}}\n"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
@@ -96,7 +96,7 @@ class Progress:
     evaluation_due: bool = False  # the last update is to be evaluated still: a signal came before that was done
     final: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
-    ranked: dict[int, float] = field(default_factory=dict)  # update → the value of its evaluation, the best first
+    ranked: dict[int, tuple[float, float]] = field(default_factory=dict)  # update → its evaluation's place, the best first
     tables: JsonObject = field(default_factory=dict)  # of the last evaluation, as result.json has them
 
     @property
@@ -105,21 +105,13 @@ class Progress:
         return self.updates + self.skipped
 
     def record_evaluation(
-        self,
-        metrics: dict[str, float],
-        name: str,
-        better: Callable[[float, float], float],
-        tables: Mapping[str, object] | None = None,
+        self, metrics: dict[str, float], place: tuple[float, float] | None, tables: Mapping[str, object] | None = None
     ) -> None:
-        """Record an evaluation; `better` is min or max, and returns the better of two values of the metric `name`.
-
-        One that gave no value of it cannot be the best.
-        """
-        if (value := metrics.get(name)) is not None:
-            if not self.best or better(value, self.best[name]) != self.best[name]:
+        """Record an evaluation and its place among the others, the least the best. One without a place cannot be the best."""
+        if place is not None:
+            if all(place < other for other in self.ranked.values()):
                 self.best = {**metrics, "update": self.updates}
-            values = {**self.ranked, self.updates: value}
-            self.ranked = dict(sorted(values.items(), key=lambda item: item[1], reverse=better(0.0, 1.0) == 1.0))
+            self.ranked = dict(sorted({**self.ranked, self.updates: place}.items(), key=lambda item: item[1]))
         self.evaluated, self.final, self.tables = self.updates, metrics, dict(tables or {})
 
     def state_dict(self) -> StateDict:

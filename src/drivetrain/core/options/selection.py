@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from drivetrain.core.errors import did_you_mean
@@ -41,6 +41,12 @@ class Figure(NamedTuple):
         return f"{AVERAGED}{self.metric}" if self.averaged else self.metric
 
 
+def handed_on(figures: Mapping[str, float]) -> dict[str, float]:
+    """The figures of the weights that a run hands on: of the average where it keeps one, under the names of the others too."""
+    averaged = {name: str(Figure.parse(name)._replace(averaged=True)) for name in figures}
+    return {name: figures.get(averaged[name], value) for name, value in figures.items()}
+
+
 class Selection(NamedTuple):
     """The metric that ranks models, and the function that picks the better of two of its values."""
 
@@ -55,6 +61,27 @@ class Selection(NamedTuple):
     def record(self) -> dict[str, str]:
         """Return it as it is written to files."""
         return {"metric": self.name, "better": "max" if self.maximize else "min"}
+
+    @classmethod
+    def of(cls, recorded: Mapping[str, object] | None) -> Selection | None:
+        """The selection of a record; None where it names no metric."""
+        name = (recorded or {}).get("metric")
+        return cls(str(name), max if (recorded or {}).get("better") == "max" else min) if name is not None else None
+
+    @property
+    def across_runs(self) -> Selection:
+        """The same for runs with and without an average: of figures that are `handed_on`."""
+        return self._replace(name=str(Figure.parse(self.name)._replace(averaged=False)))
+
+    def place(self, figures: Mapping[str, float]) -> tuple[float, float] | None:
+        """The place of an evaluation, the least the best: by the metric, and where that ties by the loss. None: it has none."""
+        value = figures.get(self.name)
+        loss = figures.get(str(Figure.parse(self.name)._replace(metric="loss")), math.inf)
+        return (-value if self.maximize else value, loss) if value is not None and math.isfinite(value) else None
+
+    def value(self, place: tuple[float, float]) -> float:
+        """The metric's value at a place."""
+        return -place[0] if self.maximize else place[0]
 
 
 def evaluated(run: RunSpec) -> dict[str, Better | None]:
@@ -75,13 +102,16 @@ def chosen(run: RunSpec) -> str | None:
 
 
 def selected(run: RunSpec) -> Selection:
-    """Return the metric that ranks the run's models: `select`, or else the one that its loss names, of the first set."""
+    """Return the metric that ranks the run's models: `select`, or else the one that its loss names, of the first set.
+
+    It is that of the weights that the run hands on: of their average where it keeps one.
+    """
     name = chosen(run)
     better = evaluated(run)[name] if name is not None else None
-    if name is not None and better is not None:
-        return Selection(name, better)
-    name, better = run.loss.best
-    return Selection(str(Figure(name, set=run.data.judging_sets()[0])), better)
+    if name is None or better is None:
+        metric, better = run.loss.best
+        name = str(Figure(metric, set=run.data.judging_sets()[0]))
+    return Selection(str(Figure.parse(name)._replace(averaged=True)) if run.ema.active else name, better)
 
 
 def problems(run: RunSpec, setting: str, name: str | None) -> Iterator[str]:

@@ -386,6 +386,9 @@ def notes_on(variants: Sequence[Variant], verdicts: Sequence[Verdict | None] = (
             times = sum(block.seconds for block in variant.blocks) / sum(block.updates for block in variant.blocks) / median
             if not 1 / UNEVEN < times < UNEVEN:
                 yield f"{variant.label}: an update takes {times:.1f} times its median on average: some are slow, or wait"
+    for variant in variants[1:]:
+        if (digest := variant.facts.get("weights")) is not None and digest == variants[0].facts.get("weights"):
+            yield f"{variant.label}: bit for bit the first variant after {digest[0]} updates: only its speed can differ"
     for fact, meaning in (("global_batch", "samples in an update"), ("samples", "samples to train on")):
         found: dict[int, list[str]] = {}
         for variant in variants:

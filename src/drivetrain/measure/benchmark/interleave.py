@@ -11,6 +11,7 @@ for as long as they live (memory layout and the like): rounds in one pair of pro
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import multiprocessing
 import os
 import shutil
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
 
 WARMUP_UPDATES = 3  # beyond those that a run itself counts as its warm-up
+DIGESTED = 4096  # elements of each parameter
 LEAD = 0.15  # share of a block that runs untimed before it: prefetched batches are used up and caches are warm again
 MARGIN = 1.2  # of memory: a variant may need more than the measured ones
 CONTEXT = 2**30  # bytes of a process on an accelerator beyond its tensors: driver, kernels, libraries
@@ -131,9 +133,10 @@ class BenchmarkAgent:
         clock = clock_for(trainer.device)
         times = Times(clock)
         yield from _updates(stream, trainer.timer.warmup + WARMUP_UPDATES, times)
+        weights = trainer.progress.updates, _digest(trainer.model)
         yield from short_updates(trainer)
         synchronize(trainer.device)
-        report: JsonObject | TimedBlock = _facts(trainer, time.monotonic() - process.started, times)
+        report: JsonObject | TimedBlock = _facts(trainer, time.monotonic() - process.started, times) | {"weights": weights}
         while True:
             updates = self._pause(trainer, report)
             yield from _updates(stream, max(1, round(LEAD * updates)), Times(clock))
@@ -163,6 +166,18 @@ class BenchmarkAgent:
         for other, _ in self._pipes:
             other.send(updates)
         return updates
+
+
+def _digest(model: torch.nn.Module) -> str:
+    """The SHA-256 of what this rank has of the parameters: the first elements of each."""
+    import torch
+
+    read = hashlib.sha256()
+    for name, p in model.named_parameters():
+        local: torch.Tensor = p.to_local() if hasattr(p, "to_local") else p
+        read.update(name.encode())
+        read.update(local.detach().contiguous().flatten()[:DIGESTED].cpu().view(torch.uint8).numpy().tobytes())
+    return read.hexdigest()
 
 
 def short_updates(trainer: Trainer) -> Stream:

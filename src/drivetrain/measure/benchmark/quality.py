@@ -278,7 +278,7 @@ def judge(
     first = baseline_job(specs)
     claims = {n: changes.between(first, spec.job) for n, spec in enumerate(specs) if n and spec.job is not None}
     named = [Selection(name, better) for name in plan.judge or [] if (better := evaluated(first.run)[name]) is not None]
-    metric = selected(first.run)
+    metric = selected(first.run).across_runs
     reach = reach_of(plan, first.run)
     target = seconds_to(reach) if reach is not None else None
     figures = {n: figures_for(effect, metric, named, target) for n, (effect, _) in claims.items()}
@@ -318,7 +318,7 @@ def check(plan: QualitySettings, job: Job, quality: bool) -> None:
 def reach_of(plan: QualitySettings, run: RunSpec) -> Reach | None:
     """The target whose time is judged: the plan's, or the run's own. Raises UserError where it is none."""
     given: float | str | None = run.values["target"] if plan.target is None else plan.target
-    metric = selected(run)
+    metric = selected(run).across_runs
     if isinstance(given, float | int):
         return Reach(metric.name, metric.maximize, given)
     refuse(target_problems(run, given))

@@ -20,7 +20,7 @@ from drivetrain.core.errors import Interrupted, UserError, printable, refuse
 from drivetrain.core.machine import accelerators
 from drivetrain.core.machine.signals import SignalForwarder
 from drivetrain.core.options.overrides import format_value, key_of
-from drivetrain.core.options.selection import SETS, Figure, Reach
+from drivetrain.core.options.selection import SETS, Reach, handed_on
 from drivetrain.core.typed import JsonObject, is_number
 from drivetrain.launch.job import Job, device_problems
 from drivetrain.launch.job import prepare as prepare_job
@@ -207,12 +207,10 @@ class Facts:
 
 
 def final_figures(of_set: object) -> dict[str, float]:
-    """The figures that a run ends with on a set. A run that averages its weights (ema) is judged by the average."""
+    """The figures that a run ends with on a set."""
     final = of_set.get("final") if isinstance(of_set, dict) else None
-    found = final if isinstance(final, dict) else {}
-    averaged = {name: str(Figure.parse(name)._replace(averaged=True)) for name in map(str, found)}
-    values = {name: number(found.get(averaged[name], found[name])) for name in averaged}
-    return {name: value for name, value in values.items() if value is not None}
+    found = handed_on({str(name): value for name, value in final.items()}) if isinstance(final, dict) else {}
+    return {name: value for name, each in found.items() if (value := number(each)) is not None}
 
 
 def number(value: Any) -> float | None:

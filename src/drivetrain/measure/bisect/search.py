@@ -209,7 +209,7 @@ class QualityMeasurer(Measurer):
         super().__init__(subsets, settings, until)
         self._good, self._trained, self._of_good = subsets.variant(()), Trained(), dict[int, float]()  # by seed
         self._job, self.most, self.margin = baseline_job([self._good]), settings.seeds, 0.0
-        self.unit = self._metric = selected(self._job.run).name
+        self.unit = self._metric = selected(self._job.run).across_runs.name
 
     def effect(self, figures: Sequence[float]) -> Interval:
         return mean(figures)

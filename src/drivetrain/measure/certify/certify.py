@@ -25,6 +25,7 @@ from drivetrain.measure.certify.judge import (
     EXACT,
     FLOAT32,
     MARGIN,
+    NO_EFFECT,
     PHASES,
     Finding,
     Floors,
@@ -126,7 +127,7 @@ def _share(value: float) -> str:
 def lines(done: Certified) -> list[str]:
     """Return the verdict in sentences, and where a run's precision does less on this machine than its name says."""
     notices = [
-        f"  precision of {whose}: {trace.notice}. There it has no effect: this answer is not one for machines where it has"
+        f"  precision of {whose}: {trace.notice}. This answer is not one for machines where it has an effect"
         for whose, trace in (("this run", done.tested), ("the other run", done.reference))
         if trace.notice
     ]
@@ -137,6 +138,9 @@ def _verdict(done: Certified) -> list[str]:
     verdict, first = done.verdict, done.verdict.first
     tensors = f"{len(verdict.findings):,} tensors"
     if first is None:
+        if verdict.answer == NO_EFFECT:
+            rounds = f"although one of the two is to round as {FORMATS.get(done.roundoff, 'a coarser format')} does"
+            return [f"no effect here, so nothing was tested: bit for bit the same, in all of {tensors}, {rounds}"]
         if verdict.bit_for_bit:
             return [f"exact: bit for bit the same, in all of {tensors}"]
         if verdict.flipped:
@@ -298,9 +302,12 @@ def certify(
     """Record both runs, and what rounding changes where they are not bit for bit the same. Raises UserError."""
     say("recording both runs")
     theirs, ours = recorded(), recorded_tested()
-    groups = [*tested.parts.values(), *reference.parts.values()]
-    options = [option for group in groups for option in (group if isinstance(group, list) else [group])]
-    roundoff = max(option.roundoff() for option in options if isinstance(option, Option))  # the largest error of one rounding
+    roundoffs = [
+        max(option.roundoff() for part in run.parts.values() for option in (part if isinstance(part, list) else [part])
+            if isinstance(option, Option))
+        for run in (tested, reference)
+    ]  # fmt: skip
+    roundoff = max(roundoffs)  # the largest error of one rounding
     if ours.skipped != theirs.skipped:  # the runs are not at the same update then
         raise UserError(
             f"{max(ours.skipped, theirs.skipped)} updates were skipped by an overflow in one of the two runs (this one has "
@@ -308,6 +315,7 @@ def certify(
         )
     verdict = judge(ours, theirs, Floors())
     if verdict.bit_for_bit:
+        verdict = replace(verdict, answer=EXACT if len({*roundoffs}) == 1 else NO_EFFECT)
         return Certified(verdict, ours, theirs, roundoff)
     if layers := ours.random or theirs.random:
         raise UserError(_draws(tested, layers))

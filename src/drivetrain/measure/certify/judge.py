@@ -141,7 +141,7 @@ UNEXPLAINED = 0.02  # share of a tensor that a common factor may leave unexplain
 NEVER_ROUNDED = {"samples", "start", "inputs", "targets", "learning rate"}  # but when they are stored
 ALWAYS_COMPARED = ("samples", "start")  # also where the two runs have other shapes: then they differ
 INSIDE = ("forward", "buffers", "average")  # a model may be rearranged: its output and its parameters decide
-EXACT, CLOSE, DIFFERS = "exact", "within rounding", "differs"
+EXACT, CLOSE, DIFFERS, NO_EFFECT = "exact", "within rounding", "differs", "no effect"
 
 
 @dataclass
@@ -214,7 +214,7 @@ class Finding:
 class TraceVerdict:
     """The answer, and what it rests on."""
 
-    answer: str  # EXACT, CLOSE or DIFFERS
+    answer: str  # EXACT, CLOSE, DIFFERS or NO_EFFECT
     bit_for_bit: bool
     first: Finding | None  # the first difference, in the order in which an update computes
     findings: list[Finding] = field(default_factory=list)

@@ -223,7 +223,7 @@ class ExportSettings:
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain recipe export`; return its exit code."""
     settings, words = verbs.split(argv, ExportSettings)
-    file = Path(words.pop()) if words and words[-1].endswith((".yaml", ".yml")) else None
+    file = verbs.chosen() or (Path(words.pop()) if words and words[-1].endswith((".yaml", ".yml")) else None)
     if not words:
         raise UserError(
             "drivetrain recipe export needs a run's directory, or those of several seeds, and then the file to write (*.yaml) "

@@ -119,23 +119,23 @@ def verdict(runs: Sequence[RunFiles], target: Target = None) -> str:
         return f"{of} none has been evaluated"
     if len(metrics) > 1:
         return f"{of} none is the best: they use different metrics ({', '.join(sorted(metric[0] for metric in metrics))})"
-    values = [runs[n].best() or 0.0 for n in placed]
+    values, places = [runs[n].best() or 0.0 for n in placed], [rank(runs[n]) for n in placed]
     ((metric, _),), (n, *_), best, worst = metrics, placed, values[0], values[-1]
-    ties, of_set = values.count(best), runs[n].evaluated.set
-    if ties == len(values) > 1:
-        return f"{of} all reached the same: {metric} {best:.4f} on the {of_set} set"
-    others = "has 1 other" if ties == 2 else f"have {ties - 1} others"
-    also = f" (as {others})" if ties > 1 else ""
+    equal, ties, of_set = values.count(best), places.count(places[0]), runs[n].evaluated.set
+    if equal == len(values) > 1:
+        lowest = f", {named(runs)[n] if ties == 1 else f'{ties} of them'} with the lowest loss" if ties < equal else ""
+        return f"{of} all reached the same: {metric} {best:.4f} on the {of_set} set{lowest}"
+    count = ties if ties > 1 else equal
+    others = "has 1 other" if count == 2 else f"have {count - 1} others"
+    also = f" (as {others}{'' if ties > 1 else ', with a higher loss'})" if count > 1 else ""
     against = f", and the worst {worst:.4f}" if len(values) > 1 else ""
     return f"{of} {named(runs)[n]} is the best{also}: it reached {metric} {best:.4f} on the {of_set} set{against}"
 
 
-def rank(run: RunFiles) -> tuple[bool, float]:
-    """The place of a run by its metric, the least the best; runs without a value come last."""
-    value, metric = run.best(), run.metric
-    if value is None or metric is None or not math.isfinite(value):
-        return True, 0.0
-    return False, -value if metric[1] else value
+def rank(run: RunFiles) -> tuple[bool, tuple[float, float]]:
+    """The place of a run, the least the best; runs without one come last."""
+    place = run.place()
+    return place is None, place or (0.0, 0.0)
 
 
 def _first_at(runs: Sequence[RunFiles], target: float | Reach) -> str:
@@ -189,7 +189,7 @@ def _of_one(run: RunFiles) -> str:
 
 def _judged(run: RunFiles) -> str:
     """The metric that ranks the run's models, on each set: of the best checkpoint where the run kept it, else at the end."""
-    name = run.metric[0] if run.metric else ((run.result.selection or {}).get("metric", "") if run.result else "")
+    name = run.selection.name if run.selection else ((run.result.selection or {}).get("metric", "") if run.result else "")
     if run.result is None:
         value = run.best()
         return f"{name} {number(value)} at best on the {run.evaluated.set} set" if value is not None else ""

@@ -242,7 +242,7 @@ def _over(runs: Sequence[tuple[str, RunFiles]], over: str, kind: str) -> Iterato
     log = charts.spans_decades([y for curve in losses for _, y in curve.points])
     title = ("Loss" if alone else "Training loss") + (" (logarithmic axis)" if log else "")
     yield charts.curves(title, losses, over, log, kind=kind)
-    for metric, of_set in [(run.metric[0], run.evaluated.set) for _, run in runs if run.metric][:1]:
+    for metric, of_set in [(run.selection.name, run.evaluated.set) for _, run in runs if run.selection][:1]:
         if not alone or Figure.parse(metric)[:2] != Figure("loss")[:2]:
             named = f"{Figure.parse(metric).of_weights.replace('_', ' ').capitalize()}, {of_set} set"
             yield charts.curves(named, _judged(runs, metric, over), over, kind=kind)
@@ -256,7 +256,7 @@ def _over(runs: Sequence[tuple[str, RunFiles]], over: str, kind: str) -> Iterato
 def _judged(runs: Sequence[tuple[str, RunFiles]], metric: str, over: str) -> list[ChartLine]:
     """A curve of a figure for each run; of one run for each set that it selects by."""
     if len(runs) > 1:
-        return [ChartLine(name, points(run.evaluated, over, metric)) for name, run in runs]
+        return [ChartLine(name, points(run.evaluated, over, run.selection.name if run.selection else metric)) for name, run in runs]
     ((_, run),) = runs
     known = dict.fromkeys(name for values in run.evaluated.values for name in values)
     sets = Figure.parse(metric).on_all_sets(known)
