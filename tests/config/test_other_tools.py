@@ -35,7 +35,8 @@ def exists(setting: str) -> bool:
 
 def test_words_of_other_frameworks_lead_to_settings_that_exist():
     assert [word for word, present in ELSEWHERE.items() if not exists(present)] == []
-    assert [word for word in ELSEWHERE if exists(word)] == []
+    own = ("data.", "model.", "optimizer.", "logger.")  # another option of the group may have it
+    assert [word for word in ELSEWHERE if exists(word) and not word.startswith(own)] == []
     assert set(NOTES) <= set(ELSEWHERE)
     assert [word for word in NOT_HERE if exists(word) or word in ELSEWHERE] == []
     assert all(option in catalog.options()[group] for group, option in USUAL.items())
@@ -110,12 +111,12 @@ def test_every_field_of_training_arguments_has_its_row():
         ("model=net.Net", "a class of your own is model=own model.target=net.Net 'trust=[net]'"),
         ("loss=net.my_loss", "a class of your own is loss=own loss.target=net.my_loss 'trust=[net]'"),
         ("optimizer=torch.optim.SGD", "did you mean 'sgd'"),
-        ("data=/", "data=imagefolder data.root=/; there is"),
+        ("data=/", "use data=imagefolder data.root=/ (a folder of images"),
         ("data=txt", "use data=text"),
         ("trainer.max_epochs=3", "use epochs"),
         ("train.epochs=3", "did you mean 'epochs'?"),
         ("training.lr=1", "did you mean 'optimizer.lr'?"),
-        ("resume=last", "or resume=auto for the newest unfinished run"),
+        ("resume=last", "last is the newest run below outputs/, and there is none"),
         ("gpus=2", "use parallel.nproc (with parallel=ddp, fsdp"),
         ("warmup_epochs=5", "use scheduler.warmup (5 is five updates there, five epochs are 5ep)"),
         ("optimizer=SGD", "is no option of optimizer: did you mean 'sgd'?"),
@@ -194,3 +195,47 @@ def test_a_pattern_that_matches_nothing_names_little():
     assert len(str(refused.value)) < 150
     with pytest.raises(UserError, match=r"did you mean 'head\.bias' or"):
         check_patterns(names, {"key": ["head.bais"]}, "parameter")
+
+
+MISTYPED = {  # as new users typed them → the mend
+    "metrics=f1,auroc": "metrics=[f1,auroc]",
+    "augment=mixup,cutmix": "augment=[mixup,cutmix]",
+    "data=churn.csv": "data=tabular data.path=churn.csv",
+    "data=chats.jsonl": "data=jsonl data.path=chats.jsonl",
+    "data=book.txt": "data=text data.path=book.txt",
+    "data=imdb": "data=huggingface data.root=FOLDER",
+    "logger.project=a": "logger.wandb.project",
+    "save=best": "saving=best",
+    "class_weight=balanced": "loss.class_weights",
+    "verbose=0": "-q",
+    "data.split=0.2": "data.holdout",
+    "metrics=[roc_auc]": "auroc",
+    "scheduler=ReduceLROnPlateau": "plateau",
+    "metrics=[balanced_accuracy]": "recall",
+    "model=xgboost": "set model=mlp",
+    "ema_decay=0.9": "ema.decay",
+    "mixup_alpha=0.2": "augment=[mixup] augment.mixup.alpha",
+    "clip=1.0": "clip=norm clip.max_norm=1.0",
+    "batch=32": "batch.global_batch=32",
+    "clip.norm=1": "max_norm",
+    "learningRate=0.1": "optimizer.lr",
+    "optimizer=AdamW8": "'adamw",
+    "loss=CrossEntropyLoss": "'cross_entropy'",
+    "model=bert-base-uncased": "model=transformers model.name=bert-base-uncased",
+    "callbacks=EarlyStopping": "stop=early",
+    "augment.mixup_alpha=0.2": "augment.mixup.alpha=0.2",
+    "logger.name=a": "logger.wandb.name",
+    "saving.every=5": "saving.every_updates",
+    "model.hidden=64,64": "model.hidden=[64,64]",
+    "swa_start=10": "ema=swa ema.start",
+    "ema.beta=0.9": "ema.decay",
+    "random_state=1": "runtime.seed",
+    "precision=float16": "precision=amp",
+}
+
+
+@pytest.mark.parametrize("given", MISTYPED)
+def test_a_mistyping_is_answered_with_its_mend(given):
+    with pytest.raises(UserError) as caught:
+        prepare([given])
+    assert MISTYPED[given] in str(caught.value)

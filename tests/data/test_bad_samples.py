@@ -17,13 +17,14 @@ from PIL import Image
 import drivetrain
 from drivetrain.augment.geometry import FlipCrop
 from drivetrain.batch.base import Accumulate
-from drivetrain.core.errors import DataError
+from drivetrain.core.errors import DataError, UserError, each_read
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
-from drivetrain.data import Normalize
+from drivetrain.data import Data, Normalize
 from drivetrain.data.decoding import BadSamples, Range, decode
 from drivetrain.data.images import ImageFolder
 from drivetrain.data.masks import Masks
+from drivetrain.launch.job import prepare
 from drivetrain.loader import Loader, Pipeline
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
@@ -89,6 +90,66 @@ def test_a_broken_file_is_named_or_the_next_stands_for_it(images, how):
     assert not torch.equal(x[0], x[1])
     assert y.tolist() == [0, 0, 0, 0, 0, 0]
     assert source.skipped() == [str(files(root)[i]) for i in (3, 4, 29)]
+
+
+def test_all_broken_files_of_all_sets_are_named_at_once(images):
+    root = images([1, 5, 20])
+    spoil(sorted((root / "val").rglob("*.JPEG"))[3], "empty")
+    with pytest.raises(UserError) as caught:
+        ImageFolder(root=str(root), size=8).load(CPU)
+    named = [str(files(root)[i]) for i in (1, 5, 20)] + [str(sorted((root / "val").rglob("*.JPEG"))[3])]
+    first, second, third, mend, fourth = caught.value.problems
+    assert [line.split(" cannot")[0] for line in (first, second, third, fourth)] == named
+    assert mend.endswith("3 samples cannot be read: mend or remove them, or set data.on_error=skip data.max_skipped=3")
+
+
+def test_many_problems_are_told_and_counted():
+    def read(number: int) -> int:
+        if number % 2:
+            raise DataError(f"{number} is odd")
+        return number
+
+    made = []
+    with pytest.raises(DataError) as caught:
+        made.extend(each_read(range(100), read, "{count} are odd: mend them"))
+    assert caught.value.problems[0] == "1 is odd"
+    assert caught.value.problems[19:] == ["39 is odd", "… and 30 more", "50 are odd: mend them"]
+    with pytest.raises(DataError, match=r"^7 is odd$"):
+        list(each_read([2, 7], read, "{count} are odd"))
+
+
+def test_all_rows_and_lines_that_are_wrong_are_named(tmp_path):
+    rows = ["a,b,y", *(f"{i},{i % 3},{'yes' if i % 2 else 'no'}" for i in range(40))]
+    (tmp_path / "good.csv").write_text("\n".join(rows))
+    (tmp_path / "ragged.csv").write_text("\n".join([*rows[:5], "1,2", *rows[5:9], "1,2,3,4", *rows[9:]]))
+    (tmp_path / "empty.csv").write_text("\n".join([*rows[:5], "1,2,", *rows[5:9], "1,2,", *rows[9:]]))
+    (tmp_path / "other.csv").write_text("\n".join([*rows[:5], "1,2,maybe", *rows[5:9], "1,2,never", *rows[9:]]))
+    (tmp_path / "t.jsonl").write_text('{"text": "a b", "label": "x"}\n{broken\n{"text": "c d", "label": "y"}\n{"text": 5}\n')
+
+    def told(**data: Any) -> str:
+        with pytest.raises(UserError) as caught:
+            Data.of(prepare([f"{key.replace('_', '.', 1)}={value}" for key, value in data.items()]).run).load(CPU)
+        return "\n".join(caught.value.problems)
+
+    table = {"data": "tabular", "data_target": "y", "model": "mlp"}
+    said = told(**table, data_path=tmp_path / "ragged.csv")
+    assert "ragged.csv:6 has 2 cells" in said
+    assert "ragged.csv:11 has 4 cells" in said
+    assert "empty.csv:6, 11 have no value in the target column y, 2 of 42 rows" in told(**table, data_path=tmp_path / "empty.csv")
+    unknown = told(**table, data_path=tmp_path / "good.csv", data_test=tmp_path / "other.csv")
+    assert "other.csv:6, 11: no training row has the class maybe, never of y" in unknown
+    days = [rows[0] + ",day", *(f"{row},{n % 28 + 1:02d}.{n % 12 + 1:02d}.2024 1{n % 10}:30" for n, row in enumerate(rows[1:]))]
+    (tmp_path / "days.csv").write_text("\n".join(days))
+    data = Data.of(prepare(["data=tabular", "data.target=y", "model=mlp", f"data.path={tmp_path / 'days.csv'}"]).run)
+    assert data.read()[1][0].columns["day"].style == ["%d.%m.%Y", 5]  # a column settles that days come first; with times
+    (tmp_path / "wrong.csv").write_text("\n".join([*days[:4], "1,2,no,31.31.2024", *days[4:6], "1,2,no,soon", *days[6:]]))
+    wrong = told(**table, data_path=tmp_path / "wrong.csv", data_columns="{day: date}")
+    assert "wrong.csv:5, 8: the column day holds '31.31.2024', 'soon'" in wrong
+    assert "dates are read as 2024-01-31, 31.01.2024" in wrong
+    lines = told(task="text_classification", data="jsonl", data_path=tmp_path / "t.jsonl", data_label="label", model="gpt")
+    assert "t.jsonl:2: not JSON" in lines
+    assert "t.jsonl:4 has no 'label'" in lines
+    assert lines.endswith("2 lines cannot be read: mend or remove them")
 
 
 def test_a_file_that_vanishes_is_named_or_skipped(images):

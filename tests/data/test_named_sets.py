@@ -247,7 +247,7 @@ def test_a_run_measures_each_set_selects_by_one_and_is_evaluated_again(train, th
     again = evaluate(run.run_dir, choice=Choice(update="last", split="validation"))
     assert again.metrics == run.metrics["validation"]["final"]
     files = reader.find([run.run_dir])[0]
-    assert files.metric == ("noisy/ema_accuracy", True)
+    assert files.metric == ("noisy/accuracy", True)
     said = verdict([files])
     assert "ema_accuracy" in said
     assert "on the test set clean" in said

@@ -59,7 +59,7 @@ def alone(run: Path, average: bool):
     return load(run, choice=Choice(average=average)).model, transformers.AutoTokenizer.from_pretrained("llama")
 
 
-def own(run: Path, prompt, most: int, average: bool = False) -> str:
+def own(run: Path, prompt, most: int, average: bool = True) -> str:
     """The answer by transformers alone, to one prompt, without a cache or padding."""
     model, tokenizer = alone(run, average)
     messages = [{"role": "user", "content": prompt["prompt"]}] if "prompt" in prompt else prompt["messages"][:-1]
@@ -75,7 +75,7 @@ def own(run: Path, prompt, most: int, average: bool = False) -> str:
 
 @pytest.mark.parametrize("average", [False, True])
 def test_greedy_answers_are_those_of_the_model_itself(average, run, capsys):
-    rows = predicted(capsys, run, "prompts.jsonl", "--max-tokens", "12", *(["average=true"] if average else []))
+    rows = predicted(capsys, run, "prompts.jsonl", "--max-tokens", "12", f"average={str(average).lower()}")
     assert [row["input"] for row in rows] == [f"prompts.jsonl:{n}" for n in range(1, len(PROMPTS) + 1)]
     assert [row["answer"] for row in rows] == [own(run, prompt, 12, average) for prompt in PROMPTS]
     assert len({row["answer"] for row in rows}) > 1

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from drivetrain.core.errors import UserError
 from drivetrain.metrics import own, shipped
 from drivetrain.parallel import Parallel
 from drivetrain.ui import plots
@@ -68,6 +69,22 @@ def test_scores_of_classes_and_labels_are_scikit_learns(classified, labelled, na
     output, target = labelled
     expected = score(target, output > 0, average=average, zero_division=0)
     assert figure(built(cls(average), "labels"), *labelled) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("positive", [0, "2"])
+def test_one_class_may_count_alone(classified, positive):
+    output, target = classified
+    there, predicted, share = target == int(positive), output.argmax(1) == int(positive), output.softmax(1)[:, int(positive)]
+    for cls, score in (
+        (shipped.PrecisionScore, sk.precision_score),
+        (shipped.Recall, sk.recall_score),
+        (shipped.F1, sk.f1_score),
+    ):
+        assert figure(built(cls(positive=positive), "class"), *classified) == pytest.approx(score(there, predicted), abs=1e-12)
+    for curve, area in ((shipped.AUROC, sk.roc_auc_score), (shipped.AveragePrecision, sk.average_precision_score)):
+        assert figure(built(curve(positive=positive), "class"), *classified) == pytest.approx(area(there, share), abs=1e-6)
+    with pytest.raises(UserError, match=r"metrics\.f1\.positive=yes is no class of the data"):
+        built(shipped.F1(positive="yes"), "class")
 
 
 def test_accuracies(classified, labelled):

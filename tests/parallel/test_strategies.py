@@ -305,12 +305,12 @@ def test_export(done, tmp_path, capsys):
     run = done(*QUICK)
     for word, update in ((None, 4), ("update=best", int(run.judged("best")["update"])), ("update=4", 4)):
         to = tmp_path / f"{word}.safetensors"
-        assert main.main(["export", str(run.run_dir), str(to), *([word] if word else [])]) == 0
+        assert main.main(["export", str(run.run_dir), str(to), "average=false", *([word] if word else [])]) == 0
         assert f"of update {update}:" in capsys.readouterr().out
         weights, state = checkpoint_io.load(run.run_dir / "checkpoints" / str(update))
         torch.testing.assert_close(safetensors.torch.load_file(to), weights, rtol=0, atol=0)
-    assert main.main(["export", str(run.run_dir), str(tmp_path / "average"), "average=true"]) == 0
-    average = safetensors.torch.load_file(tmp_path / "average")
+    assert main.main(["export", str(run.run_dir), str(tmp_path / "average.safetensors")]) == 0
+    average = safetensors.torch.load_file(tmp_path / "average.safetensors")
     torch.testing.assert_close(average["head.weight"], state["ema"]["tensors"]["head.weight"], rtol=0, atol=0)
     for words in ([str(tmp_path)], [str(run.run_dir), "update=99"], [str(run.run_dir), "epoch=3"], ["a", "b", "c"]):
         assert main.main(["export", *words]) == 2

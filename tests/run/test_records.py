@@ -248,6 +248,9 @@ def test_curves(trained, evaluated, says):
     assert [line.startswith(says) for line in said] == [True] * (says is not None), said
     named = list(remarks.of_curves(points(trained), points(evaluated, name="noisy/loss"), "noisy/loss"))
     assert named == said
+    kept = list(remarks.of_curves(points(trained), points(evaluated), kept_best=True))
+    assert len(kept) == len(said)
+    assert "saving=best" not in "".join(kept)
 
 
 @pytest.mark.parametrize(

@@ -458,7 +458,7 @@ def test_the_mean_of_the_kept_weights_is_evaluated_and_written(train, make, opti
     if option == "best":
         evaluations = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
         curve = [r for r in evaluations if r["event"] == "evaluate" and "weights" not in r]
-        ranked = sorted(curve, key=lambda r: (-r["accuracy"], r["update"]))
+        ranked = sorted(curve, key=lambda r: (-r["accuracy"], r["loss"]))
         kept = [run.run_dir / f"checkpoints/{r['update']}/model.safetensors" for r in ranked[:3]]
     weights = [safetensors.torch.load_file(path) for path in kept]
     assert len(weights) == 3

@@ -514,3 +514,9 @@ def test_a_sentence():
     assert sheet.sentence("mlp on digits") == "mlp on digits."
     assert sheet.sentence("lr=1 is fast.") == "lr=1 is fast."
     assert sheet.sentence("")
+
+
+def test_a_table_is_written_for_a_paper():
+    table = Table(["variant", "speed"], [["a_b|c", "1.5 × ± 3 %"]])
+    assert table.written("markdown") == "| variant | speed |\n|---|---|\n| a_b\\|c | 1.5 × ± 3 % |"
+    assert table.written("latex").splitlines()[4] == r"a\_b|c & 1.5 $\times$ $\pm$ 3 \% \\"

@@ -114,13 +114,16 @@ drivetrain ablate recipe=fast baseline=naive [key=value] …   what each techniq
 The variants are the baseline with each technique (alone), the recipe without each (without), and the techniques added one after
 another to the baseline, the best first (steps). tables=[steps] measures those alone, in the order of the config.
 
+  only=[precision,clip]  these techniques alone, by their groups or settings
+  --format markdown     print each table for a paper, too; or latex
+
   rounds=8              as for `drivetrain compare`, which says what block_s is too
   quality=true          a second column: is the result still as good? seeds, max_seeds, quality_s, judge and target are
                         compare's; a config that several tables have is trained once
   --recipe FILE         write the recipe with the claim that the last of the steps measured
   --out DIR             where to write, in place of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
-""", {"--recipe": FILE})  # fmt: skip
+""", {"--recipe": FILE}, ("format",))  # fmt: skip
 
 bisect = measuring("bisect", "bisect.bisect:command", """\
 drivetrain bisect GOOD BAD [key=value] …      which of their differing settings makes BAD slower, or its result worse?

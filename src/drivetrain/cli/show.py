@@ -45,11 +45,10 @@ drivetrain show [group=option] [key=value] …      what training will see of it
 
 
 def _show(given: argparse.Namespace) -> int:
-    if given.out is not None:
-        if given.out.suffix not in (".png", ".html"):
-            raise UserError(f"--out {given.out}: name a .png for the schedule, or an .html for the data")
-        setattr(given, "png" if given.out.suffix == ".png" else "data", given.out)
-    show(given.overrides, given.config_dir, given.png, given.data)
+    if given.out is not None and given.out.suffix not in (".png", ".html"):
+        raise UserError(f"--out {given.out}: name a .png for the schedule, or an .html for the data")
+    by_suffix = {given.out.suffix: given.out} if given.out is not None else {}
+    show(given.overrides, given.config_dir, given.png or by_suffix.get(".png"), given.data or by_suffix.get(".html"))
     return DONE
 
 

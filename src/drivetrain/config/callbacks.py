@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from drivetrain.config import plugins
-from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.config.other_tools import suggestion
+from drivetrain.core.errors import UserError
 from drivetrain.core.options.option import RunSpec
 from drivetrain.core.typed import JsonMapping
 from drivetrain.core.user import code as user_code
@@ -25,7 +26,7 @@ def trust_problems(values: JsonMapping) -> Iterator[str]:
         if "." not in name and name not in registered:
             yield (
                 f"callbacks=[{name}] is no dotted name, such as my_pkg.Watch, and no callback that a plugin has registered: "
-                f"{did_you_mean(name, registered)}"
+                f"{suggestion(f'callbacks={name}', name, registered)}"
             )
         elif "." in name:
             yield from user_code.trust_problems(f"callbacks=[{name}]", name, plugins.trusted_packages().union(values["trust"]))

@@ -28,7 +28,7 @@ from drivetrain.config.catalog import problems as option_problems
 from drivetrain.config.composed import Composed
 from drivetrain.config.hydra_words import instead, is_hydra_override, off_switch
 from drivetrain.config.keys import KeySetter, replaced
-from drivetrain.config.other_tools import USUAL, suggestion
+from drivetrain.config.other_tools import OF_NUMBER, TRANSFORMERS, USUAL, suggestion
 from drivetrain.core.errors import LOGIN, UserError, did_you_mean
 from drivetrain.core.machine.paths import conf_dir
 from drivetrain.core.options.overrides import format_value, parse_each
@@ -145,7 +145,10 @@ def _parse(overrides: Sequence[str], known: Container[str], problems: list[str])
         elif "interval(" in text and override.is_sweep_override():
             problems.append(f"'{text}' is a range to search: say -m hydra/sweeper=optuna before it, or give one value")
         elif override.is_sweep_override():
-            problems.append(f"'{text}' gives several values: say -m before it to run them all as a sweep, or quote it")
+            listed = f"{key}=[{text.partition('=')[2]}]"
+            as_list = f"write them as a list, {listed}, or say" if key in (*LISTS, *SUMS) else "say"
+            other = "" if key in (*LISTS, *SUMS) else f", quote it, or write a list as {listed}"
+            problems.append(f"'{text}' gives several values: {as_list} -m before it to run them all as a sweep{other}")
         elif is_hydra_override(text):
             problems.append(instead(text))
         elif override.package is not None:
@@ -154,6 +157,13 @@ def _parse(overrides: Sequence[str], known: Container[str], problems: list[str])
         else:
             parsed[key] = override.value()
     return parsed
+
+
+OF_FILES = {
+    (".csv", ".tsv", ".parquet", ".xlsx", ".arrow", ".feather", ".csv.gz"): "data=tabular data.path",
+    (".jsonl", ".json", ".ndjson", ".jsonl.gz"): "data=jsonl data.path", (".txt", ".md"): "data=text data.path",
+    (".tar",): "data=webdataset data.train",
+}  # fmt: skip
 
 
 @dataclass
@@ -198,22 +208,35 @@ def _as_typed(name: object) -> str:
 def _instead_of(group: str, name: str, known: Sequence[str], by_operator: bool) -> str:
     """The option to write instead of one that there is not."""
     known = [each for each in known if each != "none"] if group in LISTS else known  # [] is what is usual
-    hint, hints = suggestion(f"{group}={name}", name, known), []
     if name.lower() in known:  # SGD
-        return did_you_mean(name.lower(), known)
+        return f"did you mean '{name.lower()}'?"
+    if group in OF_NUMBER and re.fullmatch(r"[\d.]+(e-?\d+)?", name):
+        return f"use {OF_NUMBER[group]}={name}"
+    if group == "data" and by_operator and (place := _place(name)) is not None:
+        return f"use {place}"
+    hint, hints = suggestion(f"{group}={name}", name, known), []
     if name in ("true", "false") and (off := off_switch(group, {group: known})):
         usual = f"{group}={USUAL[group]}" if group in USUAL else f"one of {', '.join(known)}"
         return f"say {usual}" if name == "true" else f"say {off}"
     package, _, last = name.rpartition(".")
-    if "timm" in known and hint == did_you_mean(name, known) and not get_close_matches(name, known, cutoff=0.85):
+    if group == "model" and re.search(TRANSFORMERS, name.lower()):
+        hints.append(f"for a model of transformers: model=transformers model.name={name}")
+    elif group == "data" and hint.startswith(("did", "there")) and name.isidentifier():
+        hints.append("for a set of Hugging Face's: save_to_disk(FOLDER), and data=huggingface data.root=FOLDER")
+    elif "timm" in known and hint == did_you_mean(name, known) and not get_close_matches(name, known, cutoff=0.85):
         hints.append(f"for a timm {group}: {group}=timm {group}.name={name}")
     if package and "own" in known and by_operator:
         hints.append(f"a class of your own is {group}=own {group}.target={name} 'trust=[{package.partition('.')[0]}]'")
     elif package:  # a class, such as torch.optim.Adam
         hint = did_you_mean(last.lower(), known)
-    if group == "data" and by_operator and Path(name).is_dir():
-        hints.append(f"a folder of images, with a folder for each class, is data=imagefolder data.root={name}")
     return "; ".join([*hints, hint])
+
+
+def _place(name: str) -> str | None:
+    """The data option of a file or folder, with its setting; None where the name is of none."""
+    if Path(name).is_dir():
+        return f"data=imagefolder data.root={name} (a folder of images, with a folder for each class)"
+    return next((f"{option}={name}" for suffixes, option in OF_FILES.items() if name.lower().endswith(suffixes)), None)
 
 
 def _of_recipe(recipe: Recipe, choices: _Choices) -> JsonObject:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from drivetrain.config.catalog import LISTS, SUMS, default_options, options, owners, root_config
-from drivetrain.config.other_tools import ELSEWHERE, SECTIONS, suggestion
-from drivetrain.core.errors import did_you_mean
+from drivetrain.config.other_tools import ELSEWHERE, SECTIONS, here, suggestion
+from drivetrain.core.errors import did_you_mean, near_names
 from drivetrain.core.typed import JsonObject
 
 # Mappings whose keys are the user's: arguments of a class, values of an architecture, patterns of parameters' names.
@@ -38,7 +37,7 @@ def as_setting(flag: str, value: str | None = None) -> str | None:
     named = [f"{g}.{name[len(g) + 1 :]}" for g in default if name[len(g) :][:1] in ("_", ".") and name.startswith(g)]  # data_root
     for each in (key for key in named if key.partition(".")[0] in table.get(key.partition(".")[2], {})):
         return f"{each}={value}"
-    present = f"{homes[0]}.{name}" if len(homes) == 1 else ELSEWHERE.get(name, name)
+    present = f"{homes[0]}.{name}" if len(homes) == 1 else here(name) or name
     if present == name and name not in {*default, *root_config()}:
         return None
     group, _, setting = present.rpartition(".")
@@ -54,6 +53,17 @@ def _merged(current: object, value: object) -> Any:
     node = OmegaConf.create({"value": current})
     OmegaConf.update(node, "value", value)
     return dict(OmegaConf.to_container(node))["value"]  # type: ignore[arg-type]
+
+
+def every_name(config_dirs: Sequence[str] = ()) -> dict[str, str]:
+    """What to write for each name of any group: an option, a setting of one, or what another tool calls it."""
+    known = options(config_dirs)
+    found = {name.rpartition(".")[2].rpartition("=")[2]: mend for name, mend in ELSEWHERE.items()}
+    found |= {name: f"{group}=[{name}]" if group in LISTS else f"{group}={name}" for group in known for name in known[group]}
+    for setting, having in owners(config_dirs).items():
+        first, names = next(iter(having.items()))
+        found[setting] = f"{first}.{names[0]}.{setting}" if first in LISTS else f"{first}.{setting}"
+    return found | {name: name for name in (*root_config(), *known)}
 
 
 @dataclass
@@ -101,6 +111,12 @@ class KeySetter:
         """The problem of a key whose part at `depth` is not among the `names` there."""
         key, part, inside, rest = ".".join(parts), parts[depth], ".".join(parts[:depth]), ".".join(parts[1:])
         group, known = parts[0], options(self.config_dirs)
+        if group in LISTS and not depth and len(parts) == 2:  # augment.mixup_alpha
+            of = [(name, rest.removeprefix(f"{name}_")) for name in known[group] if rest.startswith(f"{name}_")]
+            written = [f"{group}=[{name}] {group}.{name}.{setting}={value}" for name, setting in of]
+            return f"{key}={value}: {group} has no such option: " + (
+                f"use {written[0]}" if of else did_you_mean(rest, known[group])
+            )
         if group in LISTS and depth < 2 < len(parts):  # a setting of an option that was not chosen
             option = parts[1]
             hint = f"set {group}=[{option}] too" if option in known[group] else did_you_mean(option, known[group])
@@ -112,28 +128,34 @@ class KeySetter:
             having = [f"{group}.{name}.{part}" for name in chosen if name in self._having(group, part)]
             hint = f"set {' or '.join(having)}" if depth == 1 and having else did_you_mean(part, names)
         elif part in SECTIONS and rest and not depth:
-            hint = self._hint(part if key in ELSEWHERE else "", rest, names)
+            hint = self._hint(part if here(key) else "", rest, names)
         else:
             hint = self._hint(inside, part, names)
+        if (group := hint.removeprefix("use ")) in known and str(value) in known[group]:
+            hint += f"={value}"
         if inside in known and hint == did_you_mean(part, ()):
-            return f"{key}={value}: {place} has no settings"
+            settings = self._settings(inside)
+            return f"{key}={value}: {place} has no settings" + (f": {did_you_mean(part, settings)}" if settings else "")
         return f"{place} has no '{part}' ({key}={value}): {hint}"
 
     def _hint(self, inside: str, part: str, names: Sequence[str]) -> str:
         """The remedy for a part of a key that is not among the `names` there: similar ones, and the options that have it."""
         known = options(self.config_dirs)
         given = f"{inside}.{part}" if inside else part
-        present = ELSEWHERE.get(given, given)
+        present = here(given) or given
         homes = [] if inside or present != given else [part] if part in names else self._homes(part)
-        hint = suggestion(given, part, names if inside else {*names, *known})
+        everything = dict[str, str] if inside else lambda: every_name(self.config_dirs)
+        own = inside in known and self._having(inside, part) and here(given) is None  # of another option of the group
+        hint = did_you_mean(part, names) if own else suggestion(given, part, names if inside else {*names, *known}, everything)
         hint = f"did you mean {' or '.join(map(repr, homes))}?" if homes else hint
         group, _, setting = (homes[0] if len(homes) == 1 else present).rpartition(".")
         having = self._having(group, setting)
         if having and (group in LISTS or self.choices[group] not in having):
-            has_it = " or ".join(f"{group}={name}" for name in having) + " has it"
+            of = [f"{group}.{name}.{setting}" if group in LISTS else f"{group}={name}" for name in having]
+            has_it = f"write {' or '.join(of)}" if group in LISTS else f"{' or '.join(of)} has it"
             return has_it if present == given and not homes else f"{hint} (with {group}={', '.join(having)})"
         if inside in known and inside not in LISTS and not hint.startswith(("did you mean", "it is called", "use ")):
-            for near in get_close_matches(part, self._settings(inside), n=1):
+            for near in near_names(part, self._settings(inside))[:1]:
                 has_it = " or ".join(f"{inside}={name}" for name in self._having(inside, near))
                 return f"did you mean '{inside}.{near}'? {has_it} has it"
         return hint
@@ -149,8 +171,21 @@ class KeySetter:
     def _homes(self, setting: str) -> list[str]:
         """The keys that this setting has in the groups; those of a chosen option come first."""
         groups = [group for group in owners(self.config_dirs).get(setting, {}) if group not in LISTS]
+        if not groups and (of_part := self._of_part(*setting.partition("_")[::2])):
+            return [of_part]
         first = sorted(groups, key=lambda group: self.choices[group] not in self._having(group, setting))
         return [f"{group}.{setting}" for group in first]
+
+    def _of_part(self, head: str, rest: str) -> str:
+        """The setting of a name in two parts: ema_decay, clip_norm, swa_start, mixup_alpha; "" where it is of none."""
+        known = options(self.config_dirs)
+        for group, names in known.items() if rest else ():
+            near = near_names(rest, self._settings(group))[:1] if head == group or (head in names and group not in LISTS) else []
+            if head == group and near and group not in LISTS:
+                return f"{group}.{near[0]}"
+            if head in names and (near or group in LISTS):
+                return f"{group}=[{head}] {group}.{head}.{rest}" if group in LISTS else f"{group}={head} {group}.{near[0]}"
+        return ""
 
     def unknown_in_group(self, key: str, value: object) -> str | None:
         """The problem of a setting that no option of its group has: which option was meant is not known, its name is wrong."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-from drivetrain.core.errors import did_you_mean
+from drivetrain.core.errors import did_you_mean, folded, near_names
+
+SURE = 0.75  # likeness of a name of another group
 
 ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Hugging Face's, timm's, and what people say
     "batch.size": "batch.global_batch",
@@ -271,7 +273,109 @@ ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Huggin
     "eval_metric": "select",
     "wandb_tags": "logger.wandb.tags",
     "wandb_resume_id": "resume",
+    # what people say
+    "save": "saving",
+    "save_best": "saving=best",
+    "save_every": "saving.every_updates",
+    "save_freq": "saving.every_updates",
+    "checkpoint_dir": "output_dir",
+    "logdir": "output_dir",
+    "base_lr": "optimizer.lr",
+    "max_lr": "optimizer.lr",
+    "initial_lr": "optimizer.lr",
+    "l2": "optimizer.weight_decay",
+    "ep": "epochs",
+    "iterations": "updates",
+    "iters": "updates",
+    "max_iter": "updates",
+    "train_steps": "updates",
+    "num_steps": "updates",
+    "minibatch": "batch.global_batch",
+    "data.batch": "batch.global_batch",
+    "data.train_size": "data.holdout",
+    "data.transforms": "augment",
+    "data.transform": "augment",
+    "data.augment": "augment",
+    "parallel.num_processes": "parallel.nproc",
+    "compile.backend": "compile",
+    "ema.beta": "ema.decay",
+    "scheduler=none": "scheduler=constant",
+    "loss=mae": "loss=l1",
+    "loss=rmse": "loss=mse",
+    "metrics=top_5_accuracy": "metrics=[top5]",
+    "augment=random_flip": "augment=flip_crop",
+    "augment=flip": "augment=flip_crop",
+    "callbacks=early_stopping": "stop=early",
+    "callbacks=model_checkpoint": "saving=best",
+    "callbacks=reduce_lr_on_plateau": "scheduler=plateau",
+    "callbacks=tensorboard": "logger=[files,tensorboard]",
+    "callbacks=wandb": "logger=[files,wandb]",
+    "save_best_only": "saving=best",
+    "saving.every": "saving.every_updates",
+    "load": "resume",
+    "load_from": "resume",
+    "restore": "resume",
+    "train_batch": "batch.global_batch",
+    "num_threads": "runtime.threads",
+    "random_state": "runtime.seed",
+    "random_seed": "runtime.seed",
+    "cuda": "runtime.device=cuda",
+    "gpu": "runtime.device=cuda",
+    "cpu": "runtime.device=cpu",
+    "half": "precision=amp",
+    "mixed_precision": "precision=amp",
+    "precision=float16": "precision=amp",
+    "precision=half": "precision=amp",
+    "precision=mixed": "precision=amp",
+    "precision=bfloat16": "precision=bf16",
+    "precision=float32": "precision=fp32",
+    "lr_schedule": "scheduler",
+    "metric": "metrics",
+    "betas": "optimizer.beta1",
+    "optimizer.betas": "optimizer.beta1",
+    "data.name": "data",
+    "data.file": "data.path",
+    "data.filename": "data.path",
+    "data.csv": "data.path",
+    "data.label": "data.target",
+    "data.label_column": "data.target",
+    "data.target_column": "data.target",
+    "data.y": "data.target",
+    "data.val_split": "data.validation",
+    "data.image_size": "data.size",
+    "data.img_size": "data.size",
+    "data.path": "data.root",
+    "data.dir": "data.root",
+    "data.folder": "data.root",
+    "model.layers": "model.hidden",
+    "model.hidden_size": "model.hidden",
+    "model.units": "model.hidden",
+    "early_stop": "stop=early",
+    "log_freq": "log_every",
+    "distributed": "parallel=ddp",
+    "world_size": "parallel.nproc",
+    "ema_decay": "ema.decay",
+    "lora": "adapter=lora",
+    "adapter.r": "adapter.rank",
+    "augmentation": "augment",
+    "augmentations": "augment",
+    "class_weight": "loss.class_weights",
+    "weight_classes": "loss.class_weights",
+    "data.split": "data.holdout",
+    "test_size": "data.holdout",
+    "validation_split": "data.validation",
+    "logger.project": "logger.wandb.project",
+    "logger.entity": "logger.wandb.entity",
+    "metrics=roc_auc": "metrics=[auroc]",
+    "metrics=auc": "metrics=[auroc]",
+    "metrics=balanced_accuracy": "metrics=[recall]",
+    "metrics=acc": "metrics=[accuracy]",
+    "metrics=f1_score": "metrics=[f1]",
+    "metrics=f1_macro": "metrics=[f1]",
+    "metrics=map": "metrics=[average_precision]",
+    "metrics=mse": "metrics=[rmse]",
 }
+BOOSTING = "networks are trained here: set model=mlp, or train it by its own library"
 NOT_HERE = {  # settings of other tools that have no like here → why
     "max_time": "the shell's `timeout` sends SIGTERM, at which a run saves: resume=auto goes on",
     "min_epochs": "stop.patience says how long a run goes on without improving",
@@ -304,13 +408,28 @@ NOT_HERE = {  # settings of other tools that have no like here → why
     "save_images": "logger=[images] shows samples and predictions",
     "sched_on_updates": "schedules move at every update",
     "epoch_repeats": "set epochs",
+    "format": "of an export it is a word of its own: drivetrain export RUN onnx",
+    "verbose": "say -q for the result alone",
+    "silent": "say -q for the result alone",
+    "quiet": "say -q for the result alone",
+    **dict.fromkeys(
+        ("model=random_forest", "model=lightgbm", "model=catboost", "model=gradient_boosting", "model=xgboost"), BOOSTING
+    ),
 }
 USUAL = {  # of a group that is switched on by true
     "adapter": "lora", "checkpointing": "blocks", "clip": "norm", "compile": "inductor", "debug": "fast", "ema": "ema",
     "parallel": "ddp", "saving": "last", "stop": "early",
 }  # fmt: skip
+OF_NUMBER = {  # of a group that is given a number → the setting that it is of
+    "batch": "batch.global_batch", "clip": "clip=norm clip.max_norm", "ema": "ema=ema ema.decay", "loader": "loader.num_workers",
+    "optimizer": "optimizer.lr", "parallel": "parallel=ddp parallel.nproc", "saving": "saving.every_updates",
+    "scheduler": "optimizer.lr", "stop": "stop=early stop.patience",
+}  # fmt: skip
+TRANSFORMERS = r"bert|gpt2|llama|qwen|mistral|gemma|electra|/|\b(opt|t5|phi)-"  # in the names of its models
 SECTIONS = ("trainer", "train", "training", "args", "hparams")  # other frameworks' sections, whose keys have none here
 NOTES = {  # of those that mean another amount, or need more
+    "metrics=balanced_accuracy": "its mean over the classes is the balanced accuracy",
+    "metrics=mse": "its square root",
     "drop_path": "with model=timm or model=gpt",
     "per_device_train_batch_size": "of all devices together",
     "per_gpu_train_batch_size": "of all devices together",
@@ -324,9 +443,24 @@ NOTES = {  # of those that mean another amount, or need more
 }
 
 
-def suggestion(given: str, name: str, known: Iterable[str]) -> str:
-    """The hint instead of `given` (a key, or group=option), which ends in `name`: its name here, or a similar one."""
-    if given in NOT_HERE:
-        return NOT_HERE[given]
-    note = f" ({NOTES[given]})" if given in NOTES else ""
-    return f"use {ELSEWHERE[given]}{note}" if given in ELSEWHERE else did_you_mean(name, known)
+BY_SPELLING = {folded(name): name for name in (*ELSEWHERE, *NOT_HERE)}
+
+
+def here(given: str) -> str | None:
+    """The name here of another tool's setting, however it is spelt; None where that is not known."""
+    return ELSEWHERE.get(BY_SPELLING.get(folded(given), ""))
+
+
+def suggestion(given: str, name: str, known: Iterable[str], everything: Callable[[], Mapping[str, str]] = dict) -> str:
+    """The hint instead of `given` (a key, or group=option), which ends in `name`: its name here, or a similar one.
+
+    `everything` has what to write for each name of any group, for where none of the `known` names is similar.
+    """
+    spelt = [BY_SPELLING.get(folded(word)) for word in (given, *(() if near_names(name, known) else (name,)))]
+    for foreign in (word for word in spelt if word is not None):
+        if foreign in NOT_HERE:
+            return NOT_HERE[foreign]
+        return f"use {ELSEWHERE[foreign]}" + (f" ({NOTES[foreign]})" if foreign in NOTES else "")
+    if near_names(name, known) or not (found := near_names(name, names := everything(), SURE)):
+        return did_you_mean(name, known)
+    return f"did you mean {' or '.join(dict.fromkeys(names[each] for each in found))}?"

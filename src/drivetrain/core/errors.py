@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import TypeVar
 
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 DONE, FAILED, BAD_CONFIG, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 75
+SHORTEST = 3  # letters of a name that is found within another
 MOST_SHOWN = 2_000  # characters of a problem; of a longer one the middle is left out
 EXIT_OF_STATUS = {"completed": DONE, "failed": FAILED, "diverged": DIVERGED, "interrupted": INTERRUPTED}
 
@@ -63,6 +67,38 @@ class OperatorGives(str):
 class DataError(UserError):
     """A sample that cannot be read; the message names its file."""
 
+    at_once = False  # it is no fault of the sample, and others need not be looked at
+
+
+MOST_TOLD = 20  # problems of one kind that are told
+MOST_COUNTED = 1_000  # after so many, nobody looks on
+
+
+def told(problems: Sequence[str], mend: str = "") -> list[str]:
+    """The first of some problems, how many more there are, and how to mend them; a single one has its mend already."""
+    left = len(problems) - MOST_TOLD
+    more = f"… and {'at least ' * (len(problems) >= MOST_COUNTED)}{left:,} more"
+    return [*problems[:MOST_TOLD], *([more] if left > 0 else []), *([mend] if mend and len(problems) > 1 else [])]
+
+
+def each_read(items: Iterable[Item], read: Callable[[Item], Made], mend: str = "") -> Iterator[Made]:
+    """Yield what is read of each item. Raises DataError with the problems of all of them, once the good ones are read.
+
+    `mend` says what to do about `{count}` of them.
+    """
+    problems: list[str] = []
+    for item in items:
+        try:
+            made = read(item)
+        except DataError as error:
+            problems += error.problems
+            if len(problems) >= MOST_COUNTED or error.at_once:
+                break
+            continue
+        yield made
+    if problems:
+        raise DataError(told(problems, mend.format(count=len(problems))))
+
 
 class Diverged(RuntimeError):
     """The loss is not finite. Exit code 3. The message is `what` diverged, and the advice."""
@@ -96,10 +132,25 @@ def wants_traceback() -> bool:
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """A hint for a misspelt name: "did you mean …?" with similar known names, or the list of all of them."""
     known = sorted(known)
-    near = get_close_matches(given, known, n=3, cutoff=0.6)
-    if near:
+    if near := near_names(given, known):
         return "did you mean " + " or ".join(repr(n) for n in near) + "?"
     return "there is: " + ", ".join(known) if known else "it has none"
+
+
+def near_names(given: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """At most three known names like this one; else those that it is in, or the longest in it: plateau of ReduceLROnPlateau."""
+    plain, word = {folded(name): name for name in known}, folded(given)
+    if word in plain:
+        return [plain[word]]
+    near = get_close_matches(word, plain, n=3, cutoff=cutoff)
+    around = [name for name in plain if len(word) > SHORTEST and (name.startswith(word) or name.endswith(word))]
+    inside = [name for name in plain if len(name) >= SHORTEST and name in word]
+    return [plain[name] for name in near or around[:3] or sorted(inside, key=len)[-1:]]
+
+
+def folded(name: str) -> str:
+    """A name as people spell it alike: without capitals, and without - and _ but for those of a flag."""
+    return name[:2].lower() + name[2:].lower().replace("_", "").replace("-", "")
 
 
 PEER_GONE = "another rank is gone, or cannot be reached"

@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import datetime, time
 
 from drivetrain.core.lazy import arrow_compute as pc
 from drivetrain.core.lazy import numpy as np
@@ -14,6 +14,7 @@ from drivetrain.core.lazy import pyarrow as pa
 from drivetrain.data.cells import Cells, Words, numbers_of, with_nan
 
 PARTS = ("year", "month", "day", "weekday", "hour")  # of a date; Monday is 0
+DATES = "dates are read as 2024-01-31, 31.01.2024, 31/01/2024, 01/31/2024 and 2024/01/31, each with a time or without"
 FORMS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d")  # of dates, beside ISO's
 ISO = re.compile(r"(?!0000)[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,9})?)?)?")  # without a time zone
 UNIT = "[$€£¥₹₽₩₺%]|USD|EUR|GBP|CHF|JPY|INR|CNY"
@@ -123,7 +124,7 @@ def date_form(words: Words) -> list[str | int] | None:
         for form in ("", *FORMS)
         if read_dates(words.texts[:1], form, 4)[1].all() and read_dates(words.texts, form, 4)[1].all()
     ]
-    times = not any(forms) and bool((read_dates(words.texts, "", 5)[0][:, 4] != 0).any())
+    times = len(forms) == 1 and bool((read_dates(words.texts, forms[0], 5)[0][:, 4] != 0).any())
     return [forms[0], 4 + times] if len(forms) == 1 else None
 
 
@@ -140,6 +141,8 @@ def read_dates(texts: Sequence[str], form: str, parts: int) -> tuple[np.ndarray,
             return np.stack(whole[:parts], 1).astype(float), np.ones(len(texts), bool)
     for n, text in enumerate(texts):
         with contextlib.suppress(ValueError):
-            at = datetime.strptime(text, form) if form else datetime.fromisoformat(text)
+            date, _, clock = text.replace("T", " ").partition(" ")  # of other forms the time is read alone
+            at = datetime.strptime(date, form) if form else datetime.fromisoformat(text)
+            at = datetime.combine(at, time.fromisoformat(clock)) if form and clock else at
             found[n] = (at.year, at.month, at.day, at.weekday(), at.hour + at.minute / 60)[:parts]
     return found, ~np.isnan(found[:, 0])

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from drivetrain.core.errors import DataError
+from drivetrain.core.errors import MOST_TOLD, DataError
 from drivetrain.core.lazy import arrow_compute as pc
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import pyarrow as pa
@@ -104,6 +104,13 @@ class Cells:
     def place(self, row: int) -> str:
         """Return where a row stands, for messages: its file and line."""
         return self[row : row + 1].places()(0)
+
+    def these(self, wrong: np.ndarray) -> str:
+        """Return where the rows of a mask stand, for messages: at most MOST_TOLD, and how many more."""
+        first, *others = wrong.nonzero()[0][:MOST_TOLD].tolist()
+        lines = [self.place(row).rpartition(":")[2] for row in others]
+        left = int(wrong.sum()) - 1 - len(others)
+        return ", ".join([self.place(first), *lines]) + (f" and {left:,} more" if left else "")
 
     def places(self) -> Places:
         """Return where the rows stand."""

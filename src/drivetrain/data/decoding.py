@@ -6,15 +6,17 @@ import io
 import logging
 import math
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal, NamedTuple, Self, TypeVar
 
 from annotated_types import Ge, Gt, Le
 
-from drivetrain.core.errors import DataError
+from drivetrain.core.errors import DataError, each_read
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.step.source import CropBox, Source
@@ -31,9 +33,15 @@ Sample = TypeVar("Sample")
 class NetworkError(DataError):
     """A sample could not be fetched. It is never skipped: the sample is not at fault, and may arrive the next time."""
 
+    at_once = True
+
+
+LOOKED_AT = 5_000  # samples, for those that cannot be read either
+SKIPPING = "{count} samples cannot be read: mend or remove them, or set data.on_error=skip data.max_skipped={count}"
+
 
 class BadSamples:
-    """The handling of samples that cannot be read. With on_error=raise such a sample ends the run, and the error names its file.
+    """The handling of samples that cannot be read. With on_error=raise the first ends the run; the error names the others too.
 
     With on_error=skip the next index that can be read replaces it, so every reader gets the same samples. Bad samples are marked
     in memory that worker processes share. Raises DataError once there are more than `max_skipped`: below 1 a share.
@@ -41,12 +49,19 @@ class BadSamples:
 
     def __init__(self, on_error: OnError, max_skipped: float, samples: int) -> None:
         self.max_skipped = math.ceil(max_skipped * samples) if max_skipped < 1 else int(max_skipped)
-        self.bad = torch.zeros(samples, dtype=torch.uint8).share_memory_() if on_error == "skip" else None
+        self.mend = SKIPPING if max_skipped else ""
+        self.count, self.bad = samples, None if on_error == "raise" else torch.zeros(samples, dtype=torch.uint8).share_memory_()
 
     def read(self, index: int, read_sample: Callable[[int], Sample]) -> Sample:
         """Return `read_sample(index)`, or the sample that replaces a bad one."""
         if self.bad is None:
-            return read_sample(index)
+            try:
+                return read_sample(index)
+            except DataError as error:
+                if not error.at_once:
+                    others = (i for i in range(min(self.count, LOOKED_AT)) if i != index)
+                    deque(each_read(chain([index], others), read_sample, self.mend), 0)
+                raise
         count = len(self.bad)
         for candidate in (i % count for i in range(index, index + count)):
             if self.bad[candidate]:

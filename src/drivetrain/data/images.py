@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
-from drivetrain.core.errors import DataError, OperatorGives, UserError
+from drivetrain.core.errors import DataError, OperatorGives, UserError, collecting, told
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.options.allowed import ColumnName, FileName, one_of
@@ -295,10 +295,14 @@ class ImageFolder(PictureData, HeldOut[Images, Folders, Images]):
     def about(self, known: Folders, sources: Sequence[tuple[str, Images]], own: Splits | None) -> dict[str, object]:
         looked = self.looked_at(sources, own, known.not_read, doubts=known.doubts)
         left = self.verify if own is None else 0
+        problems: list[str] = []
         for _, source in sources:
-            for index in range(min(left, len(source))):
-                source.sample(index)
+            with collecting(problems):
+                for index in range(min(left, len(source))):
+                    source.sample(index)
             left -= min(left, len(source))
+        if problems:
+            raise DataError(problems)
         origins = known.layout.origins(f"{self.holdout:g} of the files")
         return {"shape": self.shape(), "classes": len(known.classes), "names": known.classes, "origins": origins, **looked}
 
@@ -411,9 +415,7 @@ class LabelsCsv(PictureData, FromFile[Cells, Known, Images]):
         folder = self.root or str(Path(rows.source).parent)
         lost = [name for name in names.texts if self.on_error == "raise" and not os.path.isfile(os.path.join(folder, name))]
         if lost:
-            first = os.path.join(folder, lost[0])
-            raise UserError(
-                f"{rows.source} names {len(lost)} images that are not there, the first is {first}: set data.root, or "
-                "data.on_error=skip"
-            )
+            gone = [f"{os.path.join(folder, name)}, which {rows.source} names, is not there" for name in lost]
+            mend = f"{len(lost)} images are not there: set data.root, or data.on_error=skip data.max_skipped={len(lost)}"
+            raise UserError(told(gone, mend) if len(lost) > 1 else f"{gone[0]}: set data.root, or data.on_error=skip")
         return Images(folder, [names.texts[code] for code in names.codes.tolist()], known[1].read(rows), self.how())

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from drivetrain.core.errors import DataError, UserError, did_you_mean
+from drivetrain.core.errors import DataError, UserError, did_you_mean, each_read
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.options.allowed import ColumnName
@@ -252,11 +252,17 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
     def _read(self, path: Path) -> Iterator[TextLine]:
         """Yield the lines whose text is not empty. Raises UserError."""
         end, empty = 0, True
-        for number, content in lines_of(path, self.encoding):
+
+        def read(numbered: tuple[int, bytes]) -> TextLine | None:
+            nonlocal end
+            number, content = numbered
             end += len(content)
-            if content.strip() and (line := self._line(content, str(path), number)).text:
+            return self._line(content, str(path), number)._replace(end=end, number=number) if content.strip() else None
+
+        for line in each_read(lines_of(path, self.encoding), read, LINES):
+            if line is not None and line.text:
                 empty = False
-                yield line._replace(end=end, number=number)
+                yield line
         if empty:
             raise UserError(f"{path} has no texts under the key '{self.text}'")
 
@@ -296,6 +302,7 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
         return entry
 
 
+LINES = "{count} lines cannot be read: mend or remove them"
 PIECES = 4  # of `length` bytes in a passage, at least
 LONG = 4  # times that: a longer line is cut
 
@@ -404,7 +411,7 @@ class Words(Jsonl):
     def read_set(self, place: str, known: Known | None = None, split: str = "") -> Listed[Tagged]:
         """Return the texts of a file that have words. Raises DataError."""
         lines = ((number, content) for number, content in lines_of(Path(place), self.encoding) if content.strip())
-        texts = (self._tagged(content, place, number) for number, content in lines)
+        texts = each_read(lines, lambda line: self._tagged(line[1], place, line[0]), LINES)
         if not (found := Listed(text for text in texts if text.words)):
             raise UserError(f"{place} has no texts under the key '{self.text}'")
         return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from drivetrain.core.errors import DataError, OperatorGives, UserError
+from drivetrain.core.errors import DataError, OperatorGives, UserError, each_read
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.options.allowed import FileName
@@ -133,12 +133,20 @@ class Masks(ImageData, HeldOut["MaskedImages", Known, "MaskedImages"]):
         coloured = any(value >= COLOUR for value in given)
         looked = pairs[:: max(1, len(pairs) // LOOKED_AT)] if given or numbered else pairs
 
-        def look(pair: Pair) -> Look:
+        def look(pair: Pair) -> Look | DataError:
             image, mask = (os.path.join(str(self.root), path) for path in pair)
-            return _look(image, mask, self.max_pixels, coloured)
+            try:
+                return _look(image, mask, self.max_pixels, coloured)
+            except DataError as error:
+                return error
+
+        def good(found: Look | DataError) -> Look:
+            if isinstance(found, DataError):
+                raise found
+            return found
 
         with ThreadPoolExecutor(THREADS) as pool:
-            looks = list(pool.map(look, looked))
+            looks = list(each_read(pool.map(look, looked), good, "{count} pairs cannot be read: mend or remove them"))
         shares: Counter[int] = sum((each.pixels for each in looks), Counter())
         if not given:
             palettes = all(each.palette for each in looks)

@@ -114,6 +114,13 @@ class OwnDataset(Data):
     def _dataset(self, target: Callable[..., object], split: str, given: object) -> MapStyle:
         """Build the Dataset of a split. Raises UserError."""
         kwargs = {**(self.kwargs or {}), **self._split_arguments(target, split, given)}
+        takes = inspect.signature(target).parameters.items()
+        missing = [
+            n for n, p in takes if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and n not in kwargs
+        ]
+        if missing:
+            given = " ".join(f"data.kwargs.{name}=…" for name in missing)
+            raise UserError(f"data.target={self.target} wants {', '.join(missing)}: set {given}")
         dataset = user_code.make(f"data.target={self.target}", target, kwargs)
         if not is_map_style(dataset):
             raise UserError(

@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass, field
 from datetime import date
 from typing import Any, Literal, get_args
 
-from drivetrain.core.errors import DataError, UserError, did_you_mean
+from drivetrain.core.errors import DataError, UserError, collecting, did_you_mean
 from drivetrain.core.lazy import arrow_compute as pc
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.machine.files import parse_json
 from drivetrain.core.typed import fits
 from drivetrain.data.cell_formats import (
+    DATES,
     FORMS,
     PARTS,
     PLAIN,
@@ -85,10 +86,12 @@ class Column:
             Style(**self.style).numbers(values.words) if self.type == NUMBER else read_dates(values.texts, *self.style)
         )
         if not right.all():
-            wrong = int((~right).argmax())
+            wrong = [values.texts[n] for n in (~right).nonzero()[0]]
+            forms = f" ({DATES})" if self.type == "date" else ""
             raise DataError(
-                f"{cells.place(int((values.codes == wrong).argmax()))}: the column {self.name} holds {values.texts[wrong]!r}, "
-                f"and {'the training rows have' if self.mean else 'it is to hold'} {self.type}s there"
+                f"{cells.these(np.isin(values.codes, (~right).nonzero()[0]))}: the column {self.name} holds "
+                f"{', '.join(map(repr, wrong[:5]))}{' …' if len(wrong) > 5 else ''}, "
+                f"and {'the training rows have' if self.mean else 'it is to hold'} {self.type}s there{forms}"
             )
         nothing = np.full((1, *numbers.shape[1:]), np.nan)  # of rows without a word
         return np.asarray(np.concatenate([numbers, nothing])[values.codes])
@@ -206,7 +209,9 @@ class TableSchema:
             return self._of_texts(name, values, wanted, cells)
         if wanted == "date":
             form = date_form(values) if isinstance(values, Words) else None
-            return Column(name, "date", form or ["", 4])  # which the first wrong cell refuses
+            texts = values.texts if isinstance(values, Words) else []
+            likeliest = max(("", *FORMS), key=lambda form: read_dates(texts, form, 4)[1].sum())  # which refuses the wrong cells
+            return Column(name, "date", form or [likeliest, 4])
         if not styles and isinstance(values, Words):  # so that what does not fit is refused
             styles = [max((Style(*marks) for marks in STYLES), key=lambda style: style.numbers(values.words)[1].sum())]
         return Column(name, "number", asdict(styles[0]))
@@ -236,7 +241,12 @@ class TableSchema:
 
     def read(self, cells: Cells) -> Cells:
         """Return the values of the columns that the cells have. Raises DataError, also for a number beyond float32."""
-        values = {name: column.read(cells) for name, column in self.columns.items() if name in cells.columns}
+        values, problems = dict[str, np.ndarray | Words](), list[str]()
+        for name, column in self.columns.items():
+            with collecting(problems):
+                values |= {name: column.read(cells)} if name in cells.columns else {}
+        if problems:
+            raise DataError(problems)
         for name, found in values.items():
             if not isinstance(found, Words) and (beyond := np.abs(found) > LARGEST).any():
                 row = int(beyond.reshape(len(found), -1).any(1).argmax())

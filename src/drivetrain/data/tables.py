@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.errors import DataError, UserError, told
 from drivetrain.core.lazy import arrow_compute as pc
 from drivetrain.core.lazy import arrow_csv
 from drivetrain.core.lazy import numpy as np
@@ -113,12 +113,14 @@ class RowLayout:
                 ) from None
             if plain:
                 return self.parse(content, (), wanted, lines)
-            for number, cells in self._records(content, first if lines is None else int(lines[0])):
-                if len(cells) != len(self.names):
-                    raise DataError(
-                        f"{self.source}:{number} has {len(cells)} cells, and "
-                        f"{'the first line names' if self.header else 'line 1 has'} {len(self.names)} columns"
-                    ) from None
+            header = "the first line names" if self.header else "line 1 has"
+            records = self._records(content, first if lines is None else int(lines[0]))
+            wrong = [
+                f"{self.source}:{number} has {len(cells)} cells, and {header} {len(self.names)} columns"
+                for number, cells in records if len(cells) != len(self.names)
+            ]  # fmt: skip
+            if wrong:
+                raise DataError(told(wrong, f"{len(wrong):,} rows have another number of cells: mend them")) from None
             raise DataError(f"{self.source} cannot be read as a table: {error}") from None
         found = zip(table.column_names, table.columns, strict=True)
         return Cells(

@@ -94,9 +94,10 @@ class TargetReader:
     def _known(self, rows: Cells, name: str) -> np.ndarray | Words:
         values = rows.columns[name]
         if (empty := absent(values)).any():
+            count = int(empty.sum())
             raise DataError(
-                f"{rows.place(int(empty.argmax()))} has no value in the target column {name}, and {int(empty.sum())} of "
-                f"{len(empty):,} rows have none: remove them{self.hint}"
+                f"{rows.these(empty)} {'has' if count == 1 else 'have'} no value in the target column {name}, {count} of "
+                f"{len(empty):,} rows: remove {'it' if count == 1 else 'them'}{self.hint}"
             )
         return values
 
@@ -107,7 +108,7 @@ class TargetReader:
         if (wrong := (numbers < 0) | (numbers != np.rint(numbers))).any():
             row = int(wrong.argmax())
             found = repr(values.texts[values.codes[row]]) if isinstance(values, Words) else f"{values[row]:g}"
-            raise DataError(f"{rows.place(row)}: the class {found} of {name} is no whole number from 0 on, as others are")
+            raise DataError(f"{rows.these(wrong)}: the class {found} of {name} is no whole number from 0 on, as others are")
         return torch.from_numpy(numbers).long()
 
     def _by_name(self, rows: Cells, classes: Sequence[str]) -> torch.Tensor:
@@ -119,7 +120,7 @@ class TargetReader:
             unknown = sorted({name for n in np.unique(words.codes[wrong]).tolist() for name in parts[n]} - numbers.keys())
             hint = ": others have names" if self.numbered else ": if it is a number to predict, set task=regression"
             raise DataError(
-                f"{rows.place(int(wrong.argmax()))}: no training row has the {'class' if self.kind == 'class' else 'label'} "
+                f"{rows.these(wrong)}: no training row has the {'class' if self.kind == 'class' else 'label'} "
                 f"{named(unknown, 5)} of {self.names[0]}{hint if all(map(is_number, unknown)) else ''}"
             )
         codes = torch.from_numpy(words.codes).long()

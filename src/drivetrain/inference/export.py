@@ -39,7 +39,8 @@ Run = Callable[[Tree], torch.Tensor]
 
 def format_named(word: str) -> str | None:
     """The format that a word names: by its own name, or as onnx, pt2 or ts; None where it names none."""
-    return word if word in SUFFIX else {own.removeprefix("."): kind for kind, own in SUFFIX.items() if own}.get(word)
+    names = {kind: kind for kind in SUFFIX} | {own.removeprefix("."): kind for kind, own in SUFFIX.items() if own}
+    return names.get(word.lower())
 
 
 def format_of(path: Path | None, given: str | None) -> str:

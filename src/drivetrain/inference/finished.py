@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +32,6 @@ EVALUATED = {"data", "precision", "model", "batch", "ema"}  # groups that a stag
 ONE_PROCESS = "parallel=single"
 # The groups that a model in use needs. Rules of other groups are not asked: the run's data, teacher or loader may be gone.
 MODEL_ALONE = ("runtime", "parallel", "precision", "model", "surgery", "batch")
-
-logger = logging.getLogger(__name__)
 
 Update = CountOrZero | Literal["best", "last"] | None
 
@@ -169,8 +166,6 @@ def chosen_weights(
     averaged = state.get("ema")
     if average is False or (average is None and not averaged):
         return weights
-    if average is None:
-        logger.info("update %s: the averaged weights (average=false: the trained ones)", checkpoint.name)
     if not averaged:
         raise UserError(f"{checkpoint} has no averaged weights: the run had ema=none")
     tensors = averaged.get("tensors") if isinstance(averaged, dict) else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shlex
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +25,7 @@ from drivetrain.data.listing import IMAGES
 from drivetrain.data.untrusted import decode
 from drivetrain.inference.transforms import Transforms
 
+logger = logging.getLogger(__name__)
 ARRAYS = (".npy", ".npz", ".pt", ".pth")
 
 
@@ -54,7 +57,9 @@ def given(
 
     Rows come in blocks of up to `size`. Raises UserError.
     """
-    refuse(f"{word}: there is no such file or folder" for word in words if word != "-" and not os.path.lexists(word))
+    as_line = ": a text is a line, as in: echo {} | drivetrain predict RUN -" if transforms.tokens else ""
+    lost = [word for word in words if word != "-" and not os.path.lexists(word)]
+    refuse(f"{word}: there is no such file or folder{as_line.format(shlex.quote(word))}" for word in lost)
     found, problems = list[Iterable[SampleBlock]](), list[str]()
     for path in (Path(word) for word in words if word != "-"):
         with collecting(problems):
@@ -70,7 +75,10 @@ def given(
 
 def _of_folder(folder: Path, transforms: Transforms, size: int) -> list[SampleBlock]:
     """The images and arrays in a folder and below, sorted by their paths."""
-    inside = [folder / name for name in sorted(listing.walk(str(folder), (*IMAGES, *ARRAYS)).every())]
+    listed = listing.walk(str(folder), (*IMAGES, *ARRAYS))
+    if left := listing.said(listed.passed_over):
+        logger.warning("%s: not read: %s", folder, left)
+    inside = [folder / name for name in sorted(listed.every())]
     if not inside:
         raise UserError(f"{folder} holds no image and no array: it needs files such as {', '.join((*IMAGES[:4], *ARRAYS))}")
     return [block for path in inside for block in _of_file(path, transforms, size)]

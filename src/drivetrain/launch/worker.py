@@ -324,7 +324,7 @@ def _remarks(result: Result, trainer: Trainer) -> Iterator[str]:
     """The remarks on the run's curves and its accuracies."""
     if not result.stopped:
         loss = str(Figure("loss", set=Figure.parse(trainer.selection.name).set))
-        yield from remarks.of_curves(*reader.points(trainer.run_dir / "metrics.jsonl"), loss)
+        yield from remarks.of_curves(*reader.points(trainer.run_dir / "metrics.jsonl"), loss, trainer.saving.best)
     sets = trainer.evaluator.sets["test"] if result.shares else {}
     yield from remarks.of_test(
         result, {name: share for name, each in sets.items() if (share := commonest(each.source)) is not None}

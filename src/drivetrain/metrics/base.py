@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, Self, TypedDict
 
+from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.options import groups
 from drivetrain.core.options.groups import Better
@@ -39,6 +40,8 @@ class Metric(Option, groups.Metric):
     takes: tuple[TargetKind, ...] = ()  # the kinds of targets that it can be computed from
     better: Literal["min", "max"] | None = "max"  # which of two of its values is better; None: neither
     kind: TargetKind | None = None  # of the run's targets
+    positive: str | int | None = None  # the class that counts alone; None: all
+    _counted: slice | list[int] = slice(None)  # the numbers of the classes that count
 
     def effect_as_set(self) -> Effect:
         """Return "exact": it only watches."""
@@ -75,6 +78,11 @@ class Metric(Option, groups.Metric):
         from drivetrain.metrics.states import place
 
         self.classes, self.names = context.data.classes, context.data.names
+        if self.positive is not None:
+            names, wanted = self.class_names(), str(self.positive)
+            if wanted not in names:
+                raise UserError(f"metrics.{self.name}.positive={wanted} is no class of the data: {did_you_mean(wanted, names)}")
+            self._counted = [names.index(wanted)]
         self.state = place(self.create(context), context.device, context.parallel)
 
     def create(self, context: BuildContext) -> Any:

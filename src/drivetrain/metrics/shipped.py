@@ -113,8 +113,8 @@ class _OfClasses(_Counted):
 class _Score(_OfClasses):
     """A ratio, averaged over the classes. A class that neither occurs nor is predicted is left out."""
 
-    def __init__(self, average: Average = "macro") -> None:
-        self.average = average
+    def __init__(self, average: Average = "macro", positive: str | int | None = None) -> None:
+        self.average, self.positive = average, positive
 
     @staticmethod
     def ratio(right: torch.Tensor, predicted: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,6 +125,7 @@ class _Score(_OfClasses):
         return {self.name: self.mean(computed)}
 
     def mean(self, computed: torch.Tensor) -> float:
+        computed = computed[:, self._counted]
         if self.average == "micro":
             computed = computed.sum(1, keepdim=True)
         right, predicted, there = computed
@@ -253,8 +254,8 @@ class _Curve(Metric):
     takes = ("class", "labels")
     needs_real_tensors = "the points of an exact curve are as many as there are different probabilities"
 
-    def __init__(self, thresholds: Bins | None = None) -> None:
-        self.thresholds = thresholds
+    def __init__(self, thresholds: Bins | None = None, positive: str | int | None = None) -> None:
+        self.thresholds, self.positive = thresholds, positive
 
     def setup(self, context: BuildContext) -> None:
         from drivetrain.metrics.states import Sums, place
@@ -285,7 +286,7 @@ class _Curve(Metric):
 
     def figures(self, computed: torch.Tensor) -> dict[str, float]:
         there, absent = self._there.compute()
-        values = computed.cpu().double()[(there > 0) & (absent > 0)]
+        values = computed.cpu().double()[self._counted][((there > 0) & (absent > 0))[self._counted]]
         return {self.name: float(values.mean())}
 
     def result(self) -> tuple[dict[str, float], dict[str, TableRecord]]:

@@ -16,8 +16,11 @@ LATE, FELL = 0.25, 0.05  # a loss that fell by this share within the last part o
 WIDE = 0.1  # an interval of a share
 
 
-def of_curves(train: Points, evaluated: Points, name: str = "loss") -> Iterator[str]:
-    """Yield where the losses on the training data and on other data part, or whether the latter still falls at the end."""
+def of_curves(train: Points, evaluated: Points, name: str = "loss", kept_best: bool = False) -> Iterator[str]:
+    """Yield where the losses on the training data and on other data part, or whether the latter still falls at the end.
+
+    `kept_best`: the run has kept its best checkpoint.
+    """
     found = [(update, values[name]) for update, values in zip(evaluated.updates, evaluated.values, strict=True) if name in values]
     seen = [(update, loss) for update, loss in zip(train.updates, train.curve("loss"), strict=True) if loss is not None]
     if not found or not seen or not all(math.isfinite(loss) and loss > 0 for _, loss in (*found, *seen)):
@@ -32,8 +35,8 @@ def of_curves(train: Points, evaluated: Points, name: str = "loss") -> Iterator[
     if last > GROWN * least and before and seen[-1][1] < before[-1]:
         yield (
             f"overfitted since update {least_at:,}: the {of_set} rose from {least:.4g} to {last:.4g}, and the training loss fell "
-            f"from {before[-1]:.4g} to {seen[-1][1]:.4g}: stop=early or saving=best keeps the best, and augment= or a larger "
-            "optimizer.weight_decay may help"
+            f"from {before[-1]:.4g} to {seen[-1][1]:.4g}: {'' if kept_best else 'stop=early or saving=best keeps the best, and '}"
+            "augment= or a larger optimizer.weight_decay may help"
         )
         return
     earlier = [loss for update, loss in found if update <= (1 - LATE) * end]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
 from drivetrain.core.machine import files
@@ -107,6 +107,17 @@ class Drawn:
 Cell = str | Drawn
 
 
+LATEX = {
+    **{mark: rf"\{mark}" for mark in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    "×": r"$\times$", "±": r"$\pm$", "−": "$-$", "–": "--",
+}  # fmt: skip
+
+
+def latex(text: str) -> str:
+    """A text with what LaTeX takes for commands as it is read."""
+    return "".join(LATEX.get(mark, mark) for mark in text)
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows with a header; the first cell of a row names it."""
@@ -140,6 +151,16 @@ class Table:
         """Write it for spreadsheets: no cell is a formula."""
         with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
             csv_rows(file)([self.header, *self.texts()])
+
+    def written(self, form: Literal["markdown", "latex"]) -> str:
+        """It as text for a paper."""
+        if form == "markdown":
+            cells = [[cell.replace("|", "\\|") for cell in row] for row in (self.header, *self.texts())]
+            lines = [f"| {' | '.join(row)} |" for row in cells]
+            return "\n".join([lines[0], "|---" * len(self.header) + "|", *lines[1:]])
+        rows = [" & ".join(map(latex, row)) + r" \\" for row in (self.header, *self.texts())]
+        begin, end = rf"\begin{{tabular}}{{{'l' * len(self.header)}}}", r"\end{tabular}"
+        return "\n".join([begin, r"\hline", rows[0], r"\hline", *rows[1:], r"\hline", end])
 
     def only(self, numbers: Sequence[int]) -> Table:
         """The columns of these numbers."""

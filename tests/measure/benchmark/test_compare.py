@@ -13,11 +13,12 @@ from types import SimpleNamespace
 import pytest
 
 from drivetrain.cli import main
+from drivetrain.core.errors import UserError
 from drivetrain.core.machine import signals
 from drivetrain.core.machine.forking import ForkedProcess
 from drivetrain.core.machine.signals import ended_by_signals
 from drivetrain.launch.job import prepare
-from drivetrain.measure.benchmark.compare import Comparison, Row, headline, names, notes_on, sections, table, techniques
+from drivetrain.measure.benchmark.compare import Comparison, Row, _named, headline, names, notes_on, sections, table, techniques
 from drivetrain.measure.benchmark.interleave import Variant, run_rounds
 from drivetrain.measure.benchmark.quality import FAIL, FIRST, Verdict, in_words
 from drivetrain.measure.benchmark.variants import TrainedRun
@@ -291,7 +292,7 @@ def test_a_recipe_with_one_technique_more_leaves_its_tables_and_a_page(command, 
     done, found = command("ablate", *words, *tiny())
     assert list(found) == ["From plain.yaml to better.yaml, step by step", "plain.yaml and one technique more"]
     for each in found.values():
-        json_keys.check_compare(each, " recipe baseline tables")
+        json_keys.check_compare(each, " recipe baseline tables only format")
         assert [row["label"] for row in each["rows"]] == [f"plain.yaml with {len(tiny())} overrides", "+ clip.max_norm=0.5"]
     assert "+ clip.max_norm=0.5" in done.stdout
     pages.check(next(Path("outputs/ablate").rglob("ablate.html")).read_text())
@@ -475,3 +476,12 @@ def test_variants_are_named_by_what_differs(labels, called):
 )
 def test_a_difference_in_words(found, words):
     assert in_words(*found) == words
+
+
+def test_an_ablation_of_named_techniques_has_these_alone():
+    found = techniques(prepare(["recipe=naive"]), prepare(["recipe=fast"])).found()
+    assert _named(found, None) == found
+    first = found[0]
+    assert [change.key for change in _named(found, [first.key.partition(".")[0]])] == [first.key]
+    with pytest.raises(UserError, match=r"only=nothing: it is no technique that differs"):
+        _named(found, ["nothing"])

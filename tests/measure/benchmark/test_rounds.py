@@ -137,7 +137,7 @@ def fake_trainer(queue: Queue, rank: int = 0, size: int = 1) -> SimpleNamespace:
     parallel = SimpleNamespace(world=world, data_world=world, finish_collectives=lambda: None)
     return SimpleNamespace(
         device=torch.device("cpu"), timer=SimpleNamespace(warmup=1), parallel=parallel, stream_watchers=[], endless=lambda: None,
-        compile_seconds=lambda: None, progress=SimpleNamespace(epoch=0), drop_last=False, batch=SimpleNamespace(
+        compile_seconds=lambda: None, progress=SimpleNamespace(epoch=0, updates=0), drop_last=False, batch=SimpleNamespace(
             size=lambda epoch: 4, order=SimpleNamespace(length=8), updates=lambda samples, epoch, drop_last: 2,
         ), model=torch.nn.Identity(),
         train_data=SimpleNamespace(source=range(8)), queue=queue, precision=Tf32Here(),

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, did_you_mean, refuse
 from drivetrain.core.machine import accelerators
 from drivetrain.core.machine.signals import ended_by_signals
 from drivetrain.core.options.horizon import run_horizon
@@ -657,6 +657,8 @@ class AblationSettings(CompareSettings):
     recipe: str = "fast"
     baseline: str = "naive"
     tables: list[Literal["alone", "without", "steps"]] = field(default_factory=lambda: ["alone", "without", "steps"])
+    only: list[str] | None = None  # the techniques to measure, by their settings or groups; null: all that differ
+    format: Literal["markdown", "latex"] | None = None  # print each table for a paper, too
 
 
 def techniques(baseline: Job, recipe: Job) -> Changes:
@@ -685,7 +687,7 @@ def ablate(
     if overrides and not any(key_of(word) == "recipe" for word in argv):
         echo(f"no recipe= is given: what is measured are the techniques of recipe={recipe}; {_on_both_sides(overrides)}")
     added, removed = techniques(before, after), techniques(after, before)
-    found, removals = added.found(), {change.key: change for change in removed.found()}
+    found, removals = _named(added.found(), settings.only), {change.key: change for change in removed.found()}
     if not found:
         raise UserError(f"recipe={recipe} and baseline={baseline} do not differ with these overrides")
     beside = f" with {len(overrides)} override{'s' * (len(overrides) != 1)}" if overrides else ""  # what both sides have
@@ -704,6 +706,8 @@ def ablate(
         done.raise_if_baseline_failed()
         done.subject = subject
         sheet(done).show()
+        if settings.format is not None:
+            echo(f"\n{table(done).used().written(settings.format)}")
         return specs
 
     if "alone" in settings.tables:
@@ -723,6 +727,15 @@ def ablate(
     shown = ablation_sheet(recipe, baseline, comparisons, overrides)
     verbs.write(verbs.folder(before, "ablate"), "ablate", shown, ["ablate", *argv], content)
     return comparisons, specs
+
+
+def _named(found: list[Change], names: Sequence[str] | None) -> list[Change]:
+    """The changes of these settings or groups; None: all. Raises UserError for a name of none."""
+    known = {name: change for change in found for name in (change.key.partition(".")[0], change.key, change.label)}
+    refuse(
+        f"only={name}: it is no technique that differs: {did_you_mean(name, known)}" for name in names or () if name not in known
+    )
+    return [c for c in found if names is None or {c.key.partition(".")[0], c.key, c.label} & {*names}]
 
 
 def _on_both_sides(overrides: Sequence[str]) -> str:

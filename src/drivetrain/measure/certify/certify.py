@@ -14,6 +14,7 @@ from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.machine import forking
 from drivetrain.core.machine.signals import ended_by_signals
 from drivetrain.core.options.option import Count, Option, RunSpec
+from drivetrain.core.options.overrides import key_of
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
@@ -36,7 +37,7 @@ from drivetrain.measure.certify.judge import (
     may_have_flipped,
     same_in_float64,
 )
-from drivetrain.measure.changes import apply
+from drivetrain.measure.changes import apply, between
 from drivetrain.run import directory
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Section, Sheet, Table, setting, words
@@ -61,6 +62,7 @@ MEANS = {
     "average": "the weights are the same, and their average is not",
     "evaluation": "the weights are the same, and an evaluation of them is not",
 }
+BESIDE = ("ema", "metrics", "stop", "saving", "logger")  # groups that leave an update's weights alone
 MICRO_BATCHES = ("batch", "parallel")  # groups that share an update's samples out
 Keys = Sequence[tuple[str, str, str]]  # a key of the config, the tested run's value, the other's
 
@@ -83,6 +85,7 @@ class Certified:
     reference: Trace
     roundoff: float  # of the coarser of the two
     different: Keys = ()
+    unmoved: Sequence[str] = ()  # what is to change training and did not
 
     @property
     def unseen(self) -> list[str]:
@@ -139,6 +142,11 @@ def _verdict(done: Certified) -> list[str]:
     tensors = f"{len(verdict.findings):,} tensors"
     if first is None:
         if verdict.answer == NO_EFFECT:
+            if done.unmoved:
+                another = f"although another {' and '.join(done.unmoved)} changes training where it has an effect"
+                return [
+                    f"no effect in these updates, so nothing was tested: bit for bit the same, in all of {tensors}, {another}"
+                ]
             rounds = f"although one of the two is to round as {FORMATS.get(done.roundoff, 'a coarser format')} does"
             return [f"no effect here, so nothing was tested: bit for bit the same, in all of {tensors}, {rounds}"]
         if verdict.bit_for_bit:
@@ -271,6 +279,12 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     with Steps() as progress:
         ours, theirs = (partial(run_recorded, each, settings.steps) for each in (job, reference))
         done = replace(certify(job.run, reference.run, ours, theirs, progress), different=different)
+    effect, claims = between(reference, job)
+    unmoved = sorted(
+        {claim.partition("=")[0] for claim in claims if effect == "changes" and key_of(claim).partition(".")[0] not in BESIDE}
+    )
+    if done.verdict.bit_for_bit and unmoved:
+        done = replace(done, verdict=replace(done.verdict, answer=NO_EFFECT), unmoved=unmoved)
     verbs.leave(job, "certify", sheet(done), ["certify", *argv], as_dict(done))
     return FAILED if done.verdict.answer == DIFFERS else DONE
 

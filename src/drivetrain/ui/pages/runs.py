@@ -256,7 +256,8 @@ def _over(runs: Sequence[tuple[str, RunFiles]], over: str, kind: str) -> Iterato
 def _judged(runs: Sequence[tuple[str, RunFiles]], metric: str, over: str) -> list[ChartLine]:
     """A curve of a figure for each run; of one run for each set that it selects by."""
     if len(runs) > 1:
-        return [ChartLine(name, points(run.evaluated, over, run.selection.name if run.selection else metric)) for name, run in runs]
+        of = {name: run.selection.name if run.selection else metric for name, run in runs}
+        return [ChartLine(name, points(run.evaluated, over, of[name])) for name, run in runs]
     ((_, run),) = runs
     known = dict.fromkeys(name for values in run.evaluated.values for name in values)
     sets = Figure.parse(metric).on_all_sets(known)
