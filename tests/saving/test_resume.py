@@ -428,8 +428,10 @@ def test_an_optimizers_state_is_matched_by_the_names_of_the_parameters():
         weights[name].grad = torch.full_like(weights[name], value)
     saved.step()
     other_weights, other = adam(["narrow", "wide"])
+    saved.state["of no parameter"] = 3
     state = sharded_checkpoint.by_name(saved.state_dict())
     assert sharded_checkpoint.by_name(state) == state
+    assert state["state"].keys() == {"wide", "narrow", "of no parameter"}
     checkpoint_io.load_optimizer(other, state)
     for name in weights:
         torch.testing.assert_close(other.state[other_weights[name]]["exp_avg"], saved.state[weights[name]]["exp_avg"])

@@ -31,7 +31,7 @@ def by_name(optimizer: State) -> State:
     """Return an optimizer's state_dict with its parameters' names in place of their numbers, which torch loads as well."""
     groups = optimizer["param_groups"]
     names = {i: name for group in groups for i, name in zip(group["params"], group["param_names"], strict=True)}
-    states = {names[i]: state for i, state in optimizer["state"].items()}
+    states = {names.get(i, i): state for i, state in optimizer["state"].items()}  # one may keep state of no parameter
     return {**optimizer, "state": states, "param_groups": [{**group, "params": group["param_names"]} for group in groups]}
 
 
