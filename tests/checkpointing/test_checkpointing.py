@@ -199,17 +199,16 @@ def test_the_compiler_is_given_the_budget(make, monkeypatch):
     assert seen == [0.25, 1.0]
 
 
-def test_the_compilers_settings_are_the_callers_again(make, monkeypatch):
+def test_the_compilers_settings_are_the_callers_again(make):
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
-    monkeypatch.setattr(functorch, "activation_memory_budget", 0.75)
-    monkeypatch.setattr(dynamo, "recompile_limit", 3)
-    make("model=mlp", "model.hidden=[8,8,8,8,8]", "compile=regional", "compile.block=Linear")
-    assert functorch.activation_memory_budget == 1
-    assert dynamo.recompile_limit > 3
-    make.contexts[-1].on_exit.close()
-    assert (functorch.activation_memory_budget, dynamo.recompile_limit) == (0.75, 3)
+    with functorch.patch(activation_memory_budget=0.75), dynamo.patch(recompile_limit=3):  # pytest's would leave them deleted
+        make("model=mlp", "model.hidden=[8,8,8,8,8]", "compile=regional", "compile.block=Linear")
+        assert functorch.activation_memory_budget == 1
+        assert dynamo.recompile_limit > 3
+        make.contexts[-1].on_exit.close()
+        assert (functorch.activation_memory_budget, dynamo.recompile_limit) == (0.75, 3)
 
 
 @pytest.mark.slow

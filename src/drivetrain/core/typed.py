@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import UnionType
-from typing import Any, TypeAlias, TypeGuard, Union, get_args, get_origin
+from typing import Any, Protocol, TypeAlias, TypeGuard, Union, get_args, get_origin
 
 StateDict: TypeAlias = dict[str, Any]  # what `state_dict()` of a part gives: tensors and plain values, in dicts and lists
 JsonObject: TypeAlias = dict[str, Any]  # an object of a JSON document
@@ -42,3 +42,13 @@ def is_table(value: object) -> bool:
     lines: Any = value.get("values")
     good = fits(lines, list[list[float]]) and len(lines) == len(value["rows"]) > 0
     return good and all(len(line) == len(value["columns"]) for line in lines)
+
+
+class Stateful(Protocol):
+    """An object that has a state."""
+
+    def state_dict(self) -> Any:
+        """Return it."""
+
+    def load_state_dict(self, state: StateDict, /) -> object:
+        """Load it."""

@@ -22,8 +22,8 @@ from drivetrain.core.step import streams
 from drivetrain.core.step.microbatch import MicroBatch, Request
 from drivetrain.core.step.modules import buffers_kept
 from drivetrain.core.step.step import Made, Step, Stream, StreamWatcher
-from drivetrain.core.typed import StateDict
-from drivetrain.core.user.state import OwnState, Stateful
+from drivetrain.core.typed import StateDict, Stateful
+from drivetrain.core.user.state import OwnState
 from drivetrain.ema.base import Ema
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.evaluator import Evaluator

@@ -23,6 +23,7 @@ class Ctc(Loss):
     best = ("accuracy", max)
     takes = ("sequence",)
     step_waits = "torch's CTC loss reads the lengths of the targets on the host"
+    needs_real_tensors = "the lengths of its targets are read on the host"
 
     def __init__(self, zero_infinity: bool = False) -> None:
         self.zero_infinity = zero_infinity

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.options import groups
@@ -18,10 +18,8 @@ from drivetrain.core.step.model_call import ModelCall
 from drivetrain.core.step.source import PipelineParts
 from drivetrain.core.step.step import Stream
 from drivetrain.core.step.trees import Tree
+from drivetrain.core.typed import Stateful
 from drivetrain.core.world import World
-
-if TYPE_CHECKING:
-    from drivetrain.core.user.state import Stateful
 
 NO_RUN_DIR = Path(os.devnull)  # of a run that keeps no files: a trial, or a rank that does not know the directory
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.lazy import torch
@@ -16,19 +16,9 @@ from drivetrain.core.options import groups
 from drivetrain.core.options.context import BuildContext
 from drivetrain.core.step import streams
 from drivetrain.core.step.modules import attributes_kept, buffers_kept
-from drivetrain.core.typed import StateDict
+from drivetrain.core.typed import StateDict, Stateful
 
 MOST = 10_000  # objects that are looked at
-
-
-class Stateful(Protocol):
-    """An object that has a state."""
-
-    def state_dict(self) -> Any:
-        """Return it."""
-
-    def load_state_dict(self, state: StateDict, /) -> object:
-        """Load it."""
 
 
 def find(roots: Mapping[str, object]) -> dict[str, Stateful]:
