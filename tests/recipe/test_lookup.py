@@ -15,7 +15,7 @@ import pytest
 
 from drivetrain.cli.main import main
 from drivetrain.config.compose import compose
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, without_logins
 from drivetrain.core.options.overrides import format_value, parse, redact
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import fetch, lookup
@@ -58,7 +58,7 @@ def problem(address: str) -> str:
     with pytest.raises(UserError) as caught:
         lookup.read(address)
     (line,) = caught.value.problems
-    assert line.startswith(f"recipe={address}")
+    assert line.startswith(f"recipe={without_logins(address)}")
     return line
 
 
