@@ -84,7 +84,7 @@ def ours(task: Task, seed: int, device: str) -> float:
             f"batch.global_batch={BATCH}", f"epochs={EPOCHS}", f"target=accuracy>={task.target}", "stop.at_target=true",
             "loader=resident", f"output_dir={folder}",
         ])  # fmt: skip
-    return float(result.metrics["final"]["accuracy"])
+    return float(result.judged("final")["accuracy"])
 
 
 def trainer(task: Task, seed: int, device: str) -> float:
