@@ -74,7 +74,7 @@ def test_classes_are_matched_by_their_names(tmp_path):
             x, y = source.fetch(torch.arange(len(source)))
             assert [data.names[label] for label in y] == [chr(token - 1) for token in x[:, 0]]
     datasets.DatasetDict({"train": splits["test"], "test": splits["train"]}).save_to_disk(str(tmp_path / "b"))
-    with pytest.raises(DataError, match=r"/b, row 1: no training row has the class a of label"):
+    with pytest.raises(DataError, match=r"/b, row 1, 4: no training row has the class a of label"):
         HuggingFace(root=str(tmp_path / "b"), image=None, text="text", validation=None).load(CPU)
 
 
@@ -131,8 +131,8 @@ def test_a_broken_image_is_named_by_its_row(saved):
         ({"image": "picture"}, r"data\.image=picture: .* has no such column"),
         ({"label": "lable"}, r"data\.label=lable: .*did you mean 'label'"),
         ({"label": "image"}, "the column image holds struct.*, which is no number and no text"),
-        ({"label": "share"}, "hub, row 2: the class 0.5 of share is no whole number from 0 on, as others are"),
-        ({"label": "signed"}, "hub, row 1: the class -5 of signed is no whole number from 0 on, as others are"),
+        ({"label": "share"}, r"hub, row 2, .*: the class 0.5 of share is no whole number from 0 on, as others are"),
+        ({"label": "signed"}, r"hub, row 1, .*: the class -5 of signed is no whole number from 0 on, as others are"),
         ({"image": "caption"}, "is no column of images"),
         ({"train": "trian"}, "has no such split: did you mean 'train'"),
         ({"test": "held"}, r"data\.test=held"),

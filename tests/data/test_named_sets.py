@@ -272,7 +272,7 @@ def test_a_set_alone_has_the_figures_that_it_has_beside_others(train, their_mark
     assert {f"noisy/{name}": value for name, value in one.metrics["validation"]["final"].items()}.items() <= several.metrics[
         "validation"
     ]["final"].items()
-    assert several.selection["metric"] == "clean/accuracy"
+    assert several.selection["metric"] == "clean/ema_accuracy"
 
 
 def test_a_resumed_run_ends_with_the_same_figures(train, their_marks):

@@ -293,7 +293,7 @@ def test_only_what_reports_reads_the_figures_of_the_test_set():
     reports = {
         "run/result.py", "ui/terminal.py", "launch/worker.py", "inference/evaluation.py", "engine/evaluator.py",
         "ui/plots.py", "engine/summary.py", "ui/pages/runs.py", "run/remarks.py", "inference/card.py",
-        "data/base.py", "data/own.py",  # which make the sets
+        "data/base.py", "data/own.py", "data/mix.py",  # which make the sets
     }  # fmt: skip
     root = Path(drivetrain.__file__).parent
     reading = re.compile(r"""\.tested\(|\[["']test["']\]|get\(["']test["']|\.metrics\[""")

@@ -170,7 +170,7 @@ sys.exit(code)
 """
 WINDING_UP = [
     "after drivetrain.launch.launcher.run_rank", "after drivetrain.run.result:Result.write",
-    "before drivetrain.ui.pages.run.write", "before drivetrain.ui.terminal.show_result",
+    "before drivetrain.ui.pages.runs.write", "before drivetrain.ui.terminal.show_result",
     "after drivetrain.measure.report.report.add_samples", "atexit main", "exit main",
 ]  # fmt: skip
 BEGINNING = ["before drivetrain.cli.main._prepared", "before drivetrain.launch.launcher._announce"]

@@ -110,7 +110,8 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if cast else x.dtype
         if "weight" in self._parameters or self.weight.dtype == dtype:
             return linear(x, self.rows, self.bias) + self.correction(x)
         product: Any = NarrowProduct.apply

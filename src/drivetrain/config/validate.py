@@ -275,7 +275,8 @@ def _make(
     but = {"_target_", *(() if prefix in PARTS else parts), *(["option"] if prefix.count(".") > 1 else [])}
     values, wrong = _checked(prefix, schema.of(cls), section, but, composed)
     problems += wrong.values()
-    return None if wrong or None in parts.values() else cls(**values, **({"parts": parts} if parts else {}))
+    values |= ({PARTS[prefix]: parts} if prefix in PARTS else {"parts": parts}) if parts else {}
+    return None if wrong or None in parts.values() else cls(**values)
 
 
 def _near(target: str, group: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -108,7 +109,7 @@ class Cells:
     def these(self, wrong: np.ndarray) -> str:
         """Return where the rows of a mask stand, for messages: at most MOST_TOLD, and how many more."""
         first, *others = wrong.nonzero()[0][:MOST_TOLD].tolist()
-        lines = [self.place(row).rpartition(":")[2] for row in others]
+        lines = [re.split(r":|, row ", self.place(row))[-1] for row in others]
         left = int(wrong.sum()) - 1 - len(others)
         return ", ".join([self.place(first), *lines]) + (f" and {left:,} more" if left else "")
 

@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Le
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.options import groups, horizon, stages
-from drivetrain.core.options.allowed import PLAIN_NAME
+from drivetrain.core.options.allowed import PLAIN_NAME, Entries
 from drivetrain.core.options.option import RunSpec
 from drivetrain.core.order import AGAIN, BLOCK, WHOLE, Order, index_of
 from drivetrain.core.step import rng, trees
@@ -134,23 +134,24 @@ class Mix(Data):
     samples. Each source has its own order, its own test and validation sets, and figures named after it.
     """
 
-    machine_local_keys = identifying_keys = ("sources",)
-    parts: dict[str, Any] | None = None  # the sources as options, made of `sources`
-    sources: dict[str, Any] | None = None
-    weights: dict[str, Annotated[float, Ge(0)]] | None = None
+    machine_local_keys = ("sources", "validation")
+    identifying_keys = ("sources",)
+    sources: dict[str, Any] | None = None  # name → option, as which its settings arrive
+    weights: Annotated[dict[str, Annotated[float, Ge(0)]], Entries(PLAIN_NAME)] | None = None
     samples: Annotated[int, Ge(1)] | None = None
-    at_most: dict[str, Annotated[float, Gt(0)]] | None = None
+    at_most: Annotated[dict[str, Annotated[float, Gt(0)]], Entries(PLAIN_NAME)] | None = None
     window: Annotated[int, Ge(1), Le(4096)] = 16
     by_name: dict[str, Data] = field(init=False, default_factory=dict)
+    given: object = field(init=False, default=None)  # as data.validation, which each source has for itself
     not_mixed: ClassVar[dict[str, str]] = {
-        "mix": "it holds sources itself: name them side by side",
-        "own": "join the Datasets by torch's ConcatDataset, as data=own",
-        "stream": "its samples come one after the other",
-        "tabular": "each table learns columns of its own: join the files",
+        "Mix": "it holds sources itself: name them side by side",
+        "OwnDataset": "join the Datasets by torch's ConcatDataset, as data=own",
+        "OwnStream": "its samples come one after the other",
+        "Tabular": "each table learns columns of its own: join the files",
     }
 
     def __post_init__(self) -> None:
-        vars(self)["by_name"] = self.parts or {}
+        self.by_name, self.given = self.sources or {}, self.validation
         for split in SPLITS:
             named = {name: given for part, option in self.by_name.items() for name, given in _sets(part, option, split).items()}
             vars(self)[split] = named or None
@@ -177,15 +178,16 @@ class Mix(Data):
                 () if PLAIN_NAME.takes(name) else [f"data.sources: '{name}' is no name of a source: take letters, digits and _"]
             )
             yield from (re.sub(r"\bdata\.", f"data.sources.{name}.", line) for line in part.rules(run))
-            option = (self.sources or {})[name].get("option")
-            if option in self.not_mixed:
-                yield f"data.sources.{name}.option={option} cannot be mixed: {self.not_mixed[option]}"
-            for key in ALIKE:
+            if (why := self.not_mixed.get(type(part).__name__)) is not None:
+                yield f"data.sources.{name} cannot be mixed: {why}"
+            for key in (name for name in ALIKE if name != "max_value" or not part.tokens):
                 mine, theirs = getattr(part, key, None), getattr(self.first, key, None)
                 if mine != theirs:
                     yield f"data.sources.{name} has {key}={mine}, and another source {theirs}: mix one kind of samples"
         if getattr(self.first, "packing", False):
             yield "data=mix: the rows of data.packing=true hold samples of one source: set it to false, and batch=bucketed"
+        if self.given is not None:
+            yield "data.validation is of one source: set data.sources={web: {validation: 0.1, …}, …}, where each has its own"
         if self.order != "shuffled":
             yield f"data.order={self.order}: data=mix has an order of its own: set data.order=shuffled"
         for key in ("weights", "at_most"):
@@ -207,7 +209,7 @@ class Mix(Data):
     def places(self, split: str) -> dict[str, str]:
         return {name: place for name, place in self.several(split).items() if isinstance(place, str) and place != "auto"}
 
-    def load_sets(self, device: torch.device) -> Splits:
+    def load(self, device: torch.device) -> Splits:
         """Load each source with its own sets, and join them. Raises UserError where they differ in more than their samples."""
         every = {name: part.load_sets(device) for name, part in self.by_name.items()}
         name, data = next(iter(every.items()))

@@ -210,7 +210,9 @@ class StoredSamples:
     @classmethod
     def rows(cls, root: Path, index: dict[str, Any], name: str) -> torch.Tensor:
         """Return the table (n, columns) of a set. Raises DataError where its files are not what the index describes."""
-        entry, path = index["splits"][name], root / f"{name}.table"
+        entry, path = index["splits"].get(name), root / f"{name}.table"
+        if entry is None:
+            raise damaged(root, f"names no set {name}")
         try:
             size, of_table = (each.stat().st_size for each in (root / f"{name}.data", path))
         except OSError as error:
