@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import math
 import os
 import pkgutil
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -360,7 +361,9 @@ def train_row(tiny: Callable[..., list[str]], row: Sequence[Option], resumes: bo
     first = drivetrain.train(tiny(*words))
     assert (first.status, first.updates) == ("completed", 2), first.error
     run_dir = Path(first.run_dir)
-    assert next(value for name, value in first.judged("final").items() if name.rpartition("/")[2] == "loss") != 0
+    loss = next(value for name, value in first.judged("final").items() if name.rpartition("/")[2] == "loss")
+    assert math.isfinite(loss)
+    assert loss != 0  # a likelihood's may be below
     saved = run_dir / "checkpoints" / "2"
     problem = None if ("saving", "none") in row else manifest.verify(saved)
     assert problem is None, problem

@@ -113,6 +113,20 @@ def test_a_run_whose_stages_change_the_weights_is_resumed_bit_for_bit(texts, tmp
     assert ranks.metrics["test"]["final"]["web/loss"] == pytest.approx(whole.metrics["test"]["final"]["web/loss"], rel=1e-5)
 
 
+def test_a_source_of_weight_0_beside_one_of_the_same_size_is_not_read(texts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = ended(words(texts | {"code": texts["web"]}, "data.weights={web: 0, code: 1}", "updates=1"))
+    assert "web 0.0 % (read 0.00 times), code 100.0 %" in (run.run_dir / "log.txt").read_text()
+
+
+def test_stages_of_other_weights_want_updates_in_the_order_of_the_mix(texts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stages = "stages=[{until: 1ep, data.weights: {web: 1, code: 0}}, {data.weights: {web: 1, code: 1}}]"
+    for batch in (["batch=bucketed"], ["batch.tokens=64"]):
+        with pytest.raises(UserError, match=r"stages with other data\.weights"):
+            drivetrain.train(words(texts, stages, *batch))
+
+
 def test_image_folders_of_the_same_classes_are_normalised_together(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for source, grey in (("day", 200), ("night", 20)):
@@ -137,6 +151,14 @@ def test_image_folders_of_the_same_classes_are_normalised_together(tmp_path, mon
         ({"weights": "{web: 0, code: 0}"}, "data.weights are all 0"),
         ({"at_most": "{code: 2}", "weights": "{web: 1, code: 9}"}, "data.at_most.code=2: the run reads code "),
         ({"validation": "0.1"}, "data.validation is of one source"),
+        (
+            {"sources": "{web: {option: stdlib}, code: {option: stdlib, order: sequential}}"},
+            "data.sources.code.order has no effect",
+        ),
+        (
+            {"sources": "{web: {option: stdlib}, code: {option: stdlib, drop_last: false}}"},
+            "data.sources.code.drop_last has no effect",
+        ),
         ({"order": "sequential"}, "data.order=sequential: data=mix has an order of its own"),
         ({"sources.code.option": "jsonll"}, "data.sources.code.option=jsonll is no option of data: did you mean 'jsonl'"),
         ({"sources": "{web: {option: stdlib}, code: {option: stream}}"}, "data.sources.code cannot be mixed"),

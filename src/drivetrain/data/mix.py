@@ -173,17 +173,7 @@ class Mix(Data):
         if not self.by_name:
             yield "data=mix: set data.sources={web: {option: text, path: web.txt}, code: {option: stdlib}}, two of them or more"
             return
-        for name, part in self.by_name.items():
-            yield from (
-                () if PLAIN_NAME.takes(name) else [f"data.sources: '{name}' is no name of a source: take letters, digits and _"]
-            )
-            yield from (re.sub(r"\bdata\.", f"data.sources.{name}.", line) for line in part.rules(run))
-            if (why := self.not_mixed.get(type(part).__name__)) is not None:
-                yield f"data.sources.{name} cannot be mixed: {why}"
-            for key in (name for name in ALIKE if name != "max_value" or not part.tokens):
-                mine, theirs = getattr(part, key, None), getattr(self.first, key, None)
-                if mine != theirs:
-                    yield f"data.sources.{name} has {key}={mine}, and another source {theirs}: mix one kind of samples"
+        yield from self._of_sources(run)
         if getattr(self.first, "packing", False):
             yield "data=mix: the rows of data.packing=true hold samples of one source: set it to false, and batch=bucketed"
         if self.given is not None:
@@ -199,8 +189,24 @@ class Mix(Data):
             yield f"data.weights says nothing of {' and '.join(missing)}: give each source a weight (0: none of its samples)"
         elif self.weights is not None and not any(self.weights.values()):
             yield "data.weights are all 0: give at least one source a weight above it"
-        if run.stages and run.batch.tokens and len({str(Mix.of(stage.run).weights) for stage in run.stages}) > 1:
-            yield "stages with other data.weights need updates of a known number of samples: set batch.tokens=null"
+        if (run.batch.tokens or run.batch.buckets_lengths) and len({str(Mix.of(stage.run).weights) for stage in run.stages}) > 1:
+            yield "stages with other data.weights need updates in the order of the mix: set batch=fixed batch.tokens=null"
+
+    def _of_sources(self, run: RunSpec) -> Iterator[str]:
+        for name, part in self.by_name.items():
+            yield from (
+                () if PLAIN_NAME.takes(name) else [f"data.sources: '{name}' is no name of a source: take letters, digits and _"]
+            )
+            yield from (re.sub(r"\bdata\.", f"data.sources.{name}.", line) for line in part.rules(run))
+            if (why := self.not_mixed.get(type(part).__name__)) is not None:
+                yield f"data.sources.{name} cannot be mixed: {why}"
+            for key in ("order", "drop_last"):
+                if getattr(part, key) != getattr(type(part), key):
+                    yield f"data.sources.{name}.{key} has no effect, as the mix has one order: leave it out"
+            for key in (name for name in ALIKE if name != "max_value" or not part.tokens):
+                mine, theirs = getattr(part, key, None), getattr(self.first, key, None)
+                if mine != theirs:
+                    yield f"data.sources.{name} has {key}={mine}, and another source {theirs}: mix one kind of samples"
 
     def advise(self, run: RunSpec) -> Iterator[str]:
         for name, part in self.by_name.items():
@@ -243,8 +249,8 @@ class Mix(Data):
         """Return the order of the mixture, and say each source's share. Raises UserError where one is read too often."""
         assert isinstance(source, Joined)
         shares = [self._shares(Mix.of(stage.run), source.sizes) for stage in run.stages] or [self._shares(self, source.sizes)]
-        largest = max((size for size, share in zip(source.sizes, shares[0], strict=True) if share), default=1)
-        length = self.samples or round(largest / shares[0][source.sizes.index(largest)])
+        largest, share = max((size, share) for size, share in zip(source.sizes, shares[0], strict=True) if share)
+        length = self.samples or round(largest / share)
         over = horizon.run_horizon(run, length)
         ends = [] if over is None else [stages.in_updates(end, over) for end in stages.boundaries(run, over)]
         starts = [0, *(_position(run, over, length, round(end)) for end in ends if over is not None)]
