@@ -84,7 +84,7 @@ def first_line(error: Exception) -> str:
 
 
 def tensors_of(batch: MicroBatch) -> list[torch.Tensor]:
-    """Return what a graph is called with: the tensors of inputs and targets, the weight, and the shares if there are any."""
+    """Return the arguments of a graph: the tensors of inputs and targets, the weight, and the shares of a mixed batch if any."""
     return trees.leaves((batch.x, batch.y, batch.weight, batch.shares))
 
 
@@ -173,7 +173,7 @@ class Replays:
         return run_all()
 
     def _load(self, batch: MicroBatch) -> None:
-        """Copy the micro-batch's piece to where the graphs read it, and tell them the place there, where it is another one."""
+        """Copy the batch's piece of the epoch into the buffer that the graphs read, if it changed, and set its place there."""
         piece = batch.piece
         assert piece is not None
         if piece is not self._piece:

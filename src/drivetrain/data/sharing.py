@@ -106,7 +106,7 @@ def _by_turns(read: Read, shares: tuple[Sequence[int], Sequence[int]]) -> tuple[
 
 
 def _waits(thread: threading.Thread) -> bool:
-    """Return whether a thread waits for something else than a core or a disk. Only Linux tells: elsewhere it may wait."""
+    """True if a thread waits for anything but a CPU core or a disk. Only Linux shows it: True elsewhere."""
     with suppress(OSError):
         return Path(f"/proc/self/task/{thread.native_id}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "S"
     return True

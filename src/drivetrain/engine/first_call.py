@@ -137,7 +137,7 @@ def _count(context: RunContext, model: torch.nn.Module, size: int) -> flops.Mode
 
 
 def check_split(context: RunContext, model: torch.nn.Module) -> None:
-    """Raise UserError where an update is split, and a loss of the user's then becomes another one, as it compares samples."""
+    """Raise UserError if a user's loss compares samples and the update is split, as its value would change."""
     loss, world, steps = context.loss, context.parallel.data_world, context.batch.accumulation_steps
     if steps * world.size == 1 or loss.compares_samples or not loss.keeps():
         return

@@ -147,7 +147,7 @@ class Trainer:
         self.max_updates = self.epochs = self.evaluate_every = 2**62
 
     def _settle(self) -> None:
-        """Take the answer of the last update, which counts as made until then. Nothing has changed the weights since."""
+        """Read whether the last update overflowed, which counts as made until then. The weights have not changed since."""
         made, self._open = self._open, None
         if made is None:
             return

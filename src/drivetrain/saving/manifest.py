@@ -57,7 +57,7 @@ def problem(about: JsonMapping) -> str | None:
 
 
 def _name_outputs(names: int, outputs: Tree, targets: object) -> bool:
-    """True if so many names are those of the outputs.
+    """True if there are as many names as outputs.
 
     A loss may want several outputs for each value, such as its quantiles, and one for the blank between items of a sequence.
     """

@@ -378,7 +378,7 @@ def value_of(result: Result | None, objective: Selection | None) -> float | None
 
 
 def best_of(entries: Sequence[StoredJob], objective: Selection | None) -> StoredJob | None:
-    """The best job; the first of equal ones. None where none has a place."""
+    """The best job (the first of a tie), or None if no job is ranked."""
     placed = [(place, entry) for entry in entries if (place := place_of(entry.result, objective)) is not None]
     return min(placed, key=lambda each: each[0])[1] if placed else None
 
