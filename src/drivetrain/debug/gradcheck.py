@@ -16,7 +16,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.machine import isolation
 from drivetrain.core.options.groups import Loss
-from drivetrain.core.options.option import BuildContext, Count, Positive, RunSpec
+from drivetrain.core.options.option import BuildContext, Count, Option, Positive, RunSpec
 from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.step.source import PipelineParts
 from drivetrain.core.step.trees import Tree, call, cast
@@ -288,10 +288,13 @@ class Gradcheck(Debug):
         """Return the loss as a function of some parameters, spread over the model."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         selected = dict(named[:: -max(1, len(named) // self.parameters)][: self.parameters])
+        own = {name: deepcopy(value).double() for name, value in vars(loss).items() if isinstance(value, torch.nn.Module)}
+        assert isinstance(loss, Option)
+        wide = loss.with_values(**own)  # such as a teacher
 
         def loss_with(values: dict[str, torch.Tensor]) -> torch.Tensor:
             output = call(lambda *a, **k: torch.func.functional_call(model, values, a, k), arguments)
-            return loss.step(lambda _: output, batch)
+            return wide.step(lambda _: output, batch)
 
         return Call(loss_with, (), {}, selected)
 

@@ -13,7 +13,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.machine import guards
 from drivetrain.core.machine.paths import expanded
 from drivetrain.core.options.option import BuildContext, Positive, RunSpec, Share
-from drivetrain.core.step import low_rank, streams, trees
+from drivetrain.core.step import low_rank, streams
 from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.step.trees import Forward, Tree
 from drivetrain.core.user import code as user_code
@@ -59,14 +59,13 @@ class Distill(PartedLoss):
         path, key = expanded(str(self.teacher)), f"{self.target_key}.teacher"
         with streams.apart():  # the student starts from the same weights as without a teacher
             self._teacher = trained_model(path, key, context).to(context.device)
-        self._dtype = next((p.dtype for p in self._teacher.parameters() if p.is_floating_point()), torch.float32)
 
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
         return too_few(output[1] if len(output) > 1 else 1, classes)
 
     def step(self, forward: Forward, batch: MicroBatch) -> torch.Tensor:
         with torch.no_grad():
-            taught = self._teacher(trees.cast(batch.x, self._dtype))  # debug=gradcheck has float64
+            taught = self._teacher(batch.x)
         output, t = wide(forward(batch.x)), self.temperature
         hard = self._hard(output, batch.y)
         divergence = torch.nn.functional.kl_div(
