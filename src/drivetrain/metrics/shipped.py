@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.machine.device import sum_dtype
+from drivetrain.core.options.allowed import ColumnName
 from drivetrain.core.options.groups import Better
 from drivetrain.core.options.option import Bins, BuildContext, Count, RunSpec
 from drivetrain.core.step.microbatch import MicroBatch
@@ -113,7 +114,7 @@ class _OfClasses(_Counted):
 class _Score(_OfClasses):
     """A ratio, averaged over the classes. A class that neither occurs nor is predicted is left out."""
 
-    def __init__(self, average: Average = "macro", positive: str | int | None = None) -> None:
+    def __init__(self, average: Average = "macro", positive: ColumnName | int | None = None) -> None:
         self.average, self.positive = average, positive
 
     @staticmethod
@@ -254,7 +255,7 @@ class _Curve(Metric):
     takes = ("class", "labels")
     needs_real_tensors = "the points of an exact curve are as many as there are different probabilities"
 
-    def __init__(self, thresholds: Bins | None = None, positive: str | int | None = None) -> None:
+    def __init__(self, thresholds: Bins | None = None, positive: ColumnName | int | None = None) -> None:
         self.thresholds, self.positive = thresholds, positive
 
     def setup(self, context: BuildContext) -> None:
