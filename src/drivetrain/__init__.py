@@ -28,21 +28,23 @@ if TYPE_CHECKING:
     from drivetrain.inference.loaded import LoadedRun
     from drivetrain.measure.benchmark.compare import Comparison
     from drivetrain.measure.profile.doctor import Diagnosis
-    from drivetrain.run.result import Result
+    from drivetrain.measure.report.trained import TrainedRun
 
 
-def train(config: Sequence[str] | Mapping[str, object] = (), config_dirs: Sequence[str] = (), **keywords: object) -> "Result":
+def train(config: Sequence[str] | Mapping[str, object] = (), config_dirs: Sequence[str] = (), **keywords: object) -> "TrainedRun":
     """Run `python -m src.train <overrides>` and return its result.
 
     `config` is a list of overrides, or a config that your own program composed, such as the DictConfig of a function with
     @hydra.main: then the run's files go to Hydra's output directory, if no run is there yet. `config_dirs` are as --config-dir.
-    Keywords are overrides too: train(epochs=3, model="mlp"), and **{"optimizer.lr": 0.1} for a key with a dot. Raises
-    `drivetrain.core.errors.UserError` for a bad config; a run that fails later is returned with its `status` and `error` like
-    any other.
+    Keywords are overrides too: train(epochs=3, model="mlp"), and **{"optimizer.lr": 0.1} for a key with a dot. `model`, `loss`,
+    `data`, `metrics` and `callbacks` take classes, functions and objects too: model=Net, data=(training_set, validation, test).
+    Raises `drivetrain.core.errors.UserError` for a bad config; a run that fails later is returned with its `status` and `error`
+    like any other.
     """
     from drivetrain.launch.launcher import train as launch_train
+    from drivetrain.measure.report.trained import TrainedRun
 
-    return launch_train(config, config_dirs, keywords)
+    return TrainedRun.of(launch_train(config, config_dirs, keywords))
 
 
 @isolated()

@@ -23,6 +23,7 @@ from drivetrain.core.machine.paths import add_import_paths
 from drivetrain.core.machine.signals import SignalForwarder, StopFlag
 from drivetrain.core.options.context import NO_RUN_DIR
 from drivetrain.core.options.overrides import format_value, words_of
+from drivetrain.core.user import given
 from drivetrain.core.world import World
 from drivetrain.launch import elastic, trials
 from drivetrain.launch.job import Job, device_problems, prepare_run
@@ -57,15 +58,23 @@ def train(
         add_import_paths(config_dirs)
     if isinstance(config, Mapping):
         config = [*overrides_of(config, config_dirs), *_into_hydras_directory(config)]
-    overrides = words_of("drivetrain.train", config, keywords or {})
+    config, plain = given.words(config, keywords or {})
+    overrides = words_of("drivetrain.train", config, plain)
     fetch.on_fetch[:] = [output.show]
     job = prepare_run(overrides, config_dirs)
-    if not (job.run.parallel.distributed or job.run.tried()) or launched() is not None:
+    forks = launched() is None and bool(job.run.parallel.distributed or job.run.tried())
+    objects = given.objects_in(overrides)
+    if forks and objects and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        raise UserError(
+            f"{objects[0]} is an object of this program, which has used CUDA and so cannot fork what the run needs: train before "
+            "anything uses CUDA, or put the object's class or function into a module"
+        )
+    if objects or not forks:
         ended = launch(job)
         if ended.signal:
             signal.raise_signal(ended.signal)
         return ended
-    # Ranks and trials are forked, and only from a process that has run nothing of torch; this one may have.
+    # Ranks and trials are forked, from a process that has run nothing of torch where that can be; this one may have.
     with directory.temporary() as folder, SignalForwarder() as signals:
         run_dir_file = folder / "run_dir"
         errors = in_new_interpreter("drivetrain", overrides, config_dirs, signals, {RUN_DIR_FILE: str(run_dir_file)})

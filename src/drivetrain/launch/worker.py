@@ -47,7 +47,7 @@ from drivetrain.run import environment, identity, reader, remarks
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest, space
 from drivetrain.saving.content import Malformed
-from drivetrain.ui import plots, terminal
+from drivetrain.ui import notebook, plots, terminal
 from drivetrain.ui.output import echo_traceback
 
 if TYPE_CHECKING:
@@ -434,12 +434,12 @@ def _build(job: Job, context: RunContext, writers: list[RunWriter], quiet: bool)
         job.attach(staged.trainer)
     if context.world.rank == 0:
         writers.append(guarded("files", Files(), context))  # always: resume and report read its files
-        for name, each in zip(job.run.names("logger"), Logger.all_of(job.run), strict=True):
-            if not isinstance(each, Files):
-                writers.append(guarded(name, each, context))
+        named = zip(job.run.names("logger"), Logger.all_of(job.run), strict=True)
+        writers.extend(guarded(name, each, context) for name, each in named if not isinstance(each, Files))  # each as it starts
         trainer = staged.trainer
         if not quiet:
-            writers.append(terminal.ProgressLine(trainer.max_updates, trainer.epochs, context.progress.updates))
+            line = terminal.ProgressLine(trainer.max_updates, trainer.epochs, context.progress.updates)
+            writers += [line, *notebook.live_charts(trainer.max_updates, trainer.selection.name)]
         writers.append(trainer.callbacks)  # last, so that what they read of the run is written
         doubts = list(context.data.doubts) if job.work is None or Data.of(job.run).own is not None else []
         if job.work is None:

@@ -20,6 +20,7 @@ from drivetrain.core.machine import process
 from drivetrain.core.options.overrides import format_value
 from drivetrain.core.typed import JsonObject
 from drivetrain.core.user import code as user_code
+from drivetrain.core.user.given import objects_in
 from drivetrain.recipe import write
 from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, names_code
@@ -45,7 +46,9 @@ def to_recipe(
     elsewhere = sorted(k for k, v in given.items() if k in identifying_keys and plain.get(k) != v)
     words = code_words(composed.choices, given, composed.plain["trust"] or [])
     comments = []
-    if words:
+    if objects := objects_in(words):
+        comments.append(f"# it was made by a program, with its {printable(' '.join(objects))}: only that program can repeat it")
+    elif words:
         comments.append(f"# it runs with code of your own: give {printable(shlex.join(words))} on the command line")
     comments += [f"# {k}={json.dumps(given[k])} is not part of a recipe: give it on the command line" for k in elsewhere]
     comments += [f"# {k} came from the environment: give it on the command line" for k in from_outside]

@@ -18,6 +18,7 @@ from drivetrain.core.errors import DONE, FAILED, UserError, did_you_mean, printa
 from drivetrain.core.options.overrides import key_of
 from drivetrain.core.options.selection import Reach
 from drivetrain.core.typed import JsonObject
+from drivetrain.core.user.given import objects_in
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import verbs
@@ -257,6 +258,11 @@ def export(run_dirs: Sequence[Path], settings: ExportSettings | None = None) -> 
         problems.append("a run's directory is given twice: name each once")
     refuse(problems)
     runs = sorted(map(reader.read, run_dirs), key=_seed)
+    refuse(
+        f"{run.path} was made by a program, with its {' '.join(objects)}: put what that names into a module, and train with it"
+        for run in runs
+        if (objects := objects_in(run.result.overrides if run.result else []))
+    )
     recipes.read_of_run(runs[0].path)
     asked = settings if settings is not None and settings != ExportSettings() else None
     has_claim = len(runs) > 1 or runs[0].status == "completed" or asked is not None  # a killed run leaves a recipe too
