@@ -1,9 +1,11 @@
 """Every loader yields the same micro-batches in the same order, wherever they are read."""
 
+import io
 import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import sys
 import threading
@@ -191,10 +193,12 @@ class Stuck(Pid):
         raise AssertionError
 
 
-def test_a_stuck_read_is_an_error_not_a_hang():
+def test_a_stuck_read_is_an_error_not_a_hang(caplog):
     loader = Workers(num_workers=1, timeout_s=0.2)
     with pytest.raises(Interrupted, match=r"worker 1 of 1 .*loader\.timeout_s.* begins with sample \d+:"):
         list(loader.stream(Pipeline(Stuck(), (), None, 0), requests(), CPU, torch.contiguous_format))
+    assert "where the loader's workers were:" in caplog.text
+    assert re.search(r"test_loader\.py\", line \d+ in fetch", caplog.text)
 
 
 def test_a_stopped_worker_is_an_error_not_a_hang(monkeypatch):
@@ -318,7 +322,7 @@ def test_a_connection_that_breaks_first_is_a_killed_worker_too():
             raise ConnectionResetError("Connection reset by peer")
 
     with pytest.raises(Interrupted, match=r"pid 7\) ended, exit code -9"):
-        list(Workers()._deliveries(Iterator(), None, None))
+        list(Workers()._deliveries(Iterator(), None, None, io.BytesIO()))
 
 
 def test_a_request_travels_as_numbers():
@@ -592,7 +596,7 @@ def test_a_batch_is_done_with_its_last_piece():
 
 
 def test_the_limit_of_a_wait_does_not_count_what_comes_after_it():
-    limit = workers._WaitLimit(1.0, object())
+    limit = workers._WaitLimit(1.0, object(), io.BytesIO())
     assert next(limit.each(iter([1]))) == 1
     assert limit._waits_since is None
 

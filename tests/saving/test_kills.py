@@ -1,5 +1,6 @@
 """Short forms of bench.kills and bench.faults, and what they found."""
 
+import faulthandler
 import json
 import logging
 import multiprocessing
@@ -7,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -183,7 +185,9 @@ def test_a_worker_ends_with_the_run_and_not_before() -> None:
     assert worker.exitcode == 0
 
     with workers._sigterm_blocked():
-        child = multiprocessing.get_context("fork").Process(target=lambda: (workers._begin_worker(0), time.sleep(LIMIT_S)))
+        child = multiprocessing.get_context("fork").Process(
+            target=lambda: (workers._begin_worker(sys.__stderr__, 0), time.sleep(LIMIT_S))
+        )
         child.start()
     subprocess.run(["kill", "-TERM", str(child.pid)], check=True)
     child.join(0.3)
@@ -194,7 +198,7 @@ def test_a_worker_ends_with_the_run_and_not_before() -> None:
 
 
 BEGINNINGS = {
-    "a loader's worker": lambda _: workers._begin_worker(0),
+    "a loader's worker": lambda _: workers._begin_worker(sys.__stderr__, 0),
     "a rank": lambda folder: heartbeat.start_heartbeat(folder, 0),
     "a trial of batch=auto": lambda _: forking.end_with_parent(),
 }
@@ -236,7 +240,9 @@ def test_a_worker_of_a_killed_run_prints_no_traceback(
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(workers, "end_with_run", lambda run: None)
     threads = torch.get_num_threads()
-    workers._begin_worker(0)
+    with tempfile.TemporaryFile() as stacks:
+        workers._begin_worker(stacks, 0)
+        faulthandler.unregister(workers.STACK_SIGNAL)
     torch.set_num_threads(threads)
     sys.excepthook(EOFError, EOFError(), None)
     sys.excepthook(ConnectionResetError, ConnectionResetError(), None)

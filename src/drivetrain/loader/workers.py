@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import faulthandler
+import logging
 import math
+import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from operator import length_hint
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from drivetrain.core.errors import DataError, Interrupted
 from drivetrain.core.lazy import torch
@@ -31,6 +36,10 @@ from drivetrain.loader.base import Ahead, Batch, Loader, Pipeline, ReadBatch, re
 DEATH_NOTICE_S = 10.0  # from a broken connection until the worker's end is known
 GRACE_S = 2.0  # after the wait for a batch's message has ended
 WATCH_S = 0.25  # between two looks at the workers
+STACK_WAIT_S = 1.0  # for where a stuck worker is
+STACK_SIGNAL = signal.SIGUSR2  # has a worker write that down
+
+logger = logging.getLogger(__name__)
 
 
 class Workers(Loader):
@@ -84,7 +93,7 @@ class Workers(Loader):
                 if request.epoch_end and not self.persistent_workers:
                     return
 
-        more = True
+        more, stacks = True, tempfile.TemporaryFile()  # noqa: SIM115 - closed with its last user
         while more:
             dataset: Any = _RequestDataset(pipeline.__call__ if finish else pipeline.read)
             loader: Any = DataLoader(
@@ -95,29 +104,31 @@ class Workers(Loader):
                 pin_memory=self.pin_memory and has_streams(device),
                 prefetch_factor=self.prefetch_factor,
                 timeout=WATCH_S,  # `_WaitLimit` asks again until timeout_s
-                worker_init_fn=_begin_worker,
+                worker_init_fn=partial(_begin_worker, stacks),
                 generator=torch.Generator(),  # else it draws its base seed from the model's random stream
             )
             more = False
-            for delivery in self._deliveries(loader, pipeline, pending):
+            for delivery in self._deliveries(loader, pipeline, pending, stacks):
                 request = pending.popleft()
                 request.seconds, request.ready = delivery.seconds, delivery.ready
                 more = request.epoch_end and not self.persistent_workers
                 yield delivery.x, delivery.y, request
 
-    def _deliveries(self, loader: Iterable[object], pipeline: Pipeline, pending: deque[Request]) -> Iterator[_Delivery]:
+    def _deliveries(
+        self, loader: Iterable[object], pipeline: Pipeline, pending: deque[Request], stacks: IO[bytes]
+    ) -> Iterator[_Delivery]:
         """Yield what the workers deliver. A worker that is stuck or killed ends the run as interrupted, so it can be resumed."""
         delivered = 0
 
         def too_late() -> Interrupted:
-            limit.kill()
+            limit.end()
             worker = f"loader worker {delivered % limit.workers + 1} of {limit.workers}"  # they take turns
             return timeout_error(worker, self.timeout_s, pipeline, int(pending[0].indices[0]))
 
         with _sigterm_blocked(), apart_after_fork():
             batches = _start(loader)
         try:
-            with _WaitLimit(self.timeout_s, batches) as limit:
+            with _WaitLimit(self.timeout_s, batches, stacks) as limit:
                 for fetched in limit.each(batches):
                     if isinstance(fetched, DataError):
                         raise fetched
@@ -153,8 +164,8 @@ class _WaitLimit:
     ends the workers then.
     """
 
-    def __init__(self, timeout_s: float, batches: Any) -> None:
-        self.timeout_s, self.exceeded = timeout_s, False
+    def __init__(self, timeout_s: float, batches: Any, stacks: IO[bytes]) -> None:
+        self.timeout_s, self.exceeded, self._stacks = timeout_s, False, stacks
         self._batches = batches
         self._workers: Sequence[BaseProcess] = getattr(batches, "_workers", [])
         self.workers = len(self._workers)
@@ -204,7 +215,8 @@ class _WaitLimit:
         while not self._done.wait(WATCH_S):
             if self._is_over(GRACE_S):
                 self.exceeded = True
-                self.kill()
+                logger.warning("a loader's worker has announced a batch and does not hand it over")
+                self.end()
                 return
 
     def dead_worker(self) -> BaseProcess | None:
@@ -217,10 +229,22 @@ class _WaitLimit:
             time.sleep(0.01)
         return None
 
-    def kill(self) -> None:
-        """End the workers. One that is stopped answers no other signal, and would hold up the end of this process."""
+    def end(self) -> None:
+        """End the workers, and log where they are. One that is stopped answers no other signal: this process would wait."""
+        for worker in self._workers:
+            if worker.pid is not None and worker.is_alive() and not StopFlag.told_to_stop():
+                os.kill(worker.pid, STACK_SIGNAL)
+        until, length = time.monotonic() + STACK_WAIT_S, -1
+        while length in (-1, 0) or length < os.fstat(self._stacks.fileno()).st_size:  # a stack is written in parts
+            length = os.fstat(self._stacks.fileno()).st_size
+            if time.monotonic() > until or StopFlag.told_to_stop():
+                break
+            time.sleep(0.05)
         for worker in self._workers:
             worker.kill()
+        self._stacks.seek(0)
+        if stacks := self._stacks.read().decode(errors="replace"):
+            logger.warning("where the loader's workers were:\n%s", stacks.rstrip())
 
     def forget(self) -> None:
         """Keep torch's signal handler from raising the end of these workers."""
@@ -299,10 +323,11 @@ def _sigterm_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin_worker(_: int) -> None:
-    """Set up a worker's process: it ends with the run, and not before."""
+def _begin_worker(stacks: IO[bytes], _: int) -> None:
+    """Set up a worker's process: it ends with the run, and not before. Asked where it is, it writes its stack to `stacks`."""
     disown_garbage()
     torch.set_num_threads(1)  # the workers share the cores already
+    faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
