@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 import drivetrain
 from drivetrain.core.errors import UserError
@@ -223,20 +222,20 @@ def test_sharded_weights_are_not_compiled_for_all_lengths_at_once(problems):
     assert not told("parallel=fsdp")
 
 
-def test_a_pipelines_ranks_send_what_they_save_on_the_cpu(monkeypatch):
+def test_ranks_send_tensors_of_objects_from_the_cpu(monkeypatch):
     """An object arrives on the device that it was on, by its number: rank 0 may have no such device, or little room on it."""
-    sent = []
-    monkeypatch.setattr(PipelineParallel, "gather_object", lambda self, value: sent.append(value) or [value])
+    objects, tensors = [], []
+    monkeypatch.setattr(torch.distributed, "gather_object", lambda value, *_, **__: objects.append(value))
+    monkeypatch.setattr(torch.distributed, "send", lambda tensor, *_, **__: tensors.append(tensor))
     pipeline = PipelineParallel()
-    pipeline._tensor_rank, pipeline._plain_shapes, pipeline._shards = 0, {"weight": (2, 3)}, {}
+    pipeline.world, pipeline._control = World(1, 2), None
     with FakeTensorMode():
-        model = torch.nn.Linear(3, 2, bias=False, device="cuda:1")
-        pipeline._sharded = dict(model.named_parameters())
-        group = {"lr": 0.1, "params": ["weight"], "param_names": ["weight"]}
-        state = {"step": torch.ones((), device="cuda:1"), "exp_avg": torch.ones(2, 3, device="cuda:1")}
-        pipeline.full_state_dict(model, {"optimizer": {"param_groups": [group], "state": {"weight": state}}, "ema": {}})
-    devices = {value.device.type for value in tree_leaves(sent) if isinstance(value, torch.Tensor)}
-    assert devices == {"cpu"}
+        assert (
+            pipeline.gather_object({"step": torch.ones((), device="cuda:1"), "average": torch.ones(2, 3, device="cuda:1").T})
+            == []
+        )
+    assert len(objects) == 1
+    assert [(tensor.device.type, tuple(tensor.shape)) for tensor in tensors] == [("cpu", (1,)), ("cpu", (6,))]
 
 
 @pytest.mark.parametrize(("device", "queued"), [("cpu", False), ("cuda:1", True)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import pickle
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.utils._pytree import tree_leaves
 
 from drivetrain.core.machine import files
 from drivetrain.core.world import World
@@ -151,6 +153,55 @@ def test_soap(ranks, make, float64, monkeypatch, strategy):
     soap = importlib.import_module("pytorch_optimizer.optimizer.soap")
     monkeypatch.setattr(soap, "torch", SimpleNamespace(**vars(torch) | {"float32": torch.float64}))
     equal_on_two_ranks(ranks, make, strategy, {"soap": SOAPS.get(strategy, SOAPS["fsdp"])}, 1e-7)
+
+
+WHOLE_STATES = {"muon": ["optimizer=muon", "model.hidden=[64,64]"], "soap": ["optimizer=soap", "model.hidden=[64,64]"]}
+
+
+@pytest.mark.parametrize("name", WHOLE_STATES)
+def test_states_of_whole_weights_are_sent_one_by_one(ranks, make, tmp_path, name):
+    """As many bytes as the state of the weights that the other rank owns, by no pickle. The run goes on from them exactly."""
+    words = [
+        "runtime.device=cpu",
+        "runtime.threads=1",
+        "saving=last",
+        "parallel=fsdp",
+        "parallel.nproc=2",
+        "model=mlp",
+        "updates=3",
+    ]
+    (tmp_path / "run").mkdir()
+
+    def train_to(update: int, trainer: Any) -> Any:
+        trainer.max_updates = update
+        trainer.fit()
+        full = saved(trainer)
+        trainer.parallel.finish_collectives()
+        return flat(list(full)) if trainer.parallel.world.rank == 0 else None
+
+    def work(world: World) -> Any:
+        trainer = make(*words, *WHOLE_STATES[name], world=world)
+        stay_together()
+        train_to(2, trainer)
+        objects, tensors, gather, send = [], [], dist.gather_object, dist.send
+        dist.gather_object = lambda value, *args, **settings: objects.append(value) or gather(value, *args, **settings)
+        dist.send = lambda tensor, *args, **settings: tensors.append(tensor.nbytes) or send(tensor, *args, **settings)
+        saved(trainer)
+        dist.gather_object, dist.send = gather, send
+        own = [t.nbytes for t in tree_leaves(trainer.optimizer.state_dict()["state"]) if isinstance(t, torch.Tensor)]
+        unbroken = train_to(3, trainer)
+        again = make(*words, *WHOLE_STATES[name], world=world)
+        again.restore(*worker.load(tmp_path / "run/checkpoints/2", again.parallel))
+        return (
+            unbroken,
+            train_to(3, again),
+            (max(len(pickle.dumps(value)) for value in objects), sum(tensors), max(own), sum(own)),
+        )
+
+    (unbroken, resumed, _), (_, _, (pickled, sent, largest, own)) = ranks(work)
+    assert resumed == unbroken
+    assert pickled < largest
+    assert own <= sent < own + 2 * largest  # the states of random streams too
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="needs torchao")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import defaultdict, deque
@@ -16,6 +17,7 @@ from drivetrain.core.machine import accelerators
 from drivetrain.core.machine.device import Clock, Mark, clock_for
 from drivetrain.core.machine.guards import too_many
 from drivetrain.core.options.option import BuildContext, Count, CountOrZero, Positive, RunSpec
+from drivetrain.core.step.trees import leaves, map_tensors
 from drivetrain.core.world import World
 from drivetrain.parallel.base import Parallel, T
 from drivetrain.parallel.environment import launched
@@ -299,14 +301,36 @@ class ProcessGroupStrategy(Parallel):
             torch.distributed.broadcast(tensor, src=0)
 
     def gather_object(self, value: T) -> list[T]:
-        values: list[T] | None = [value] * self.world.size if self.world.rank == 0 else None
-        torch.distributed.gather_object(value, values, dst=0, group=self._control)
-        return values or []
+        layout = map_tensors(_layout, value)
+        values: list[T] = [layout] * self.world.size if self.world.rank == 0 else []
+        torch.distributed.gather_object(layout, values or None, dst=0, group=self._control)
+        if not values:
+            for tensor in leaves(value):
+                torch.distributed.send(_sent(tensor), 0, group=self._control)
+            return []
+
+        def receive(layout: torch.Tensor, rank: int) -> torch.Tensor:
+            tensor = torch.empty_like(layout, device="cpu")
+            torch.distributed.recv(_memory(tensor), rank, group=self._control)
+            return tensor
+
+        others = [map_tensors(functools.partial(receive, rank=rank), sent) for rank, sent in enumerate(values) if rank]
+        return [map_tensors(lambda tensor: tensor.detach().cpu(), value), *others]
 
     def broadcast_object(self, value: T) -> T:
-        values = [value]
+        values: list[T] = [map_tensors(_layout, value)]
         torch.distributed.broadcast_object_list(values, src=0, group=self._control)
-        return values[0]
+        if self.world.rank == 0:
+            for tensor in leaves(value):
+                torch.distributed.broadcast(_sent(tensor), src=0, group=self._control)
+            return value
+
+        def receive(layout: torch.Tensor) -> torch.Tensor:
+            tensor = torch.empty_like(layout, device="cpu")
+            torch.distributed.broadcast(_memory(tensor), src=0, group=self._control)
+            return tensor
+
+        return map_tensors(receive, values[0])  # type: ignore[no-any-return]
 
     def saving_group(self) -> ProcessGroup:
         group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
@@ -315,3 +339,17 @@ class ProcessGroupStrategy(Parallel):
     def shutdown(self) -> None:
         self.finish_collectives()
         torch.distributed.destroy_process_group()
+
+
+def _layout(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what is sent of a tensor in an object: its shape, strides and dtype. Its memory follows by itself."""
+    return torch.empty_like(tensor, device="meta", requires_grad=False)
+
+
+def _sent(tensor: torch.Tensor) -> torch.Tensor:
+    return _memory(torch.empty_like(tensor, device="cpu", requires_grad=False).copy_(tensor.detach()))
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor without gaps as a vector: gloo sends no other strides."""
+    return tensor.as_strided((tensor.numel(),), (1,))

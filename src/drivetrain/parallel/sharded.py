@@ -399,13 +399,9 @@ class Sharded(ProcessGroupStrategy):
 
     def with_states_of_all(self, state: StateDict, sends: bool = True) -> StateDict:
         """Return, on rank 0, the state with the optimizer's of all ranks that send theirs, where a rank has not all of it."""
-        from torch.utils._pytree import tree_map_only
-
         if self._whole is None and self.own_forward:
             return state
-        # On the CPU: what is sent as an object would be on the sender's device again, by its number, which rank 0 may not have.
-        optimizer = tree_map_only(torch.Tensor, torch.Tensor.cpu, state["optimizer"]) if sends else None
-        parts = [part for part in self.gather_object(optimizer) if part is not None]
+        parts = [part for part in self.gather_object(state["optimizer"] if sends else None) if part is not None]
         return {**state, "optimizer": merge_optimizer_states(parts)} if parts else state
 
     def divided(self, kind: str, name: str, tensor: torch.Tensor) -> Divided:

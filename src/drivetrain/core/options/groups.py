@@ -382,11 +382,11 @@ class Parallel:
         """Give all ranks rank 0's values of these tensors, in place."""
 
     def gather_object(self, value: T) -> list[T]:
-        """Return a list of every rank's value, on rank 0."""
+        """Return a list of every rank's value, on rank 0. Its tensors are sent one by one, and arrive on the CPU."""
         return [value]
 
     def broadcast_object(self, value: T) -> T:
-        """Return rank 0's value, on every rank."""
+        """Return rank 0's value, on every rank. Its tensors are sent one by one, and arrive on the CPU."""
         return value
 
     def energy(self, device: torch.device, before: tuple[str, float] | None) -> float | None:
