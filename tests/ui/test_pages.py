@@ -92,6 +92,33 @@ def test_a_run_under_way_and_a_killed_one(tmp_path):
     assert "left a result.json that cannot be read" in verdict([reader.read(folder)])
 
 
+def test_of_many_runs_five_at_most_have_a_colour_and_stand_in_one_key(tmp_path):
+    rates = [0.001, 0.01, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    many = [reader.read(made_pages.run_folder(tmp_path / f"run{n}", rate)) for n, rate in enumerate(rates)]
+    for count in (3, len(many)):
+        page = runs.sheet_of(many[:count]).page()
+        (key,) = re.findall('<ul class="key">.*?</ul>', page)
+        named = re.findall("</svg>(.*?)</li>", key)
+        (first_chart, *_) = re.findall('<figure class="over0">.*?</figure>', page)
+        lines = re.findall(r'<polyline class="curve ([^"]*)" data-name="([^"]*)"', first_chart)
+        coloured = [name for style, name in lines if style != "faint"]
+        assert coloured == named  # by the same numbers, and so colours
+        assert len(lines) == count
+        assert len(coloured) <= runs.MOST_NAMED
+        best = max(many[:count], key=lambda run: run.best())
+        assert {"optimizer.lr=0.001", f"optimizer.lr={best.config['optimizer.lr']}"} <= {*coloured}  # the first, and the best
+    assert f"faint: {len(many) - len(coloured)} others" in page
+
+
+def test_a_run_of_a_program_with_objects_is_not_said_to_be_a_commands(tmp_path):
+    folder = made_pages.run_folder(tmp_path / "run", 0.1)
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**result, "overrides": ["model=own", "model.target=given.Net"]}))
+    page = runs.sheet_of([reader.read(folder)]).page()
+    assert "Only the program that made it can: model.target=given.Net" in page
+    assert "recipe.yaml" not in page.partition("How to reproduce it")[2]
+
+
 def test_the_end_of_a_run_draws_short_records_only_and_a_full_disk_loses_the_page_alone(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "no space")

@@ -28,10 +28,11 @@ SMALLEST, LARGEST = 1e-100, 1e100  # values that are shown; smaller ones count a
 
 @dataclass(frozen=True)
 class ChartLine:
-    """A line of a chart: its name, and (x, y) in ascending order of x."""
+    """A line of a chart: its name, and (x, y) in ascending order of x. A faint one is behind the others, and in no key."""
 
     name: str
     points: Sequence[tuple[float, float]]
+    faint: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,16 @@ class Axis:
 
 def curves(
     title: str, given: Sequence[ChartLine], x: str = "updates", log: bool = False, log_x: bool = False, kind: str = "",
-    dots: int = 0, zero: bool = False, marks: Sequence[tuple[str, float]] = (), names: Sequence[str] = (),
+    dots: int = 0, zero: bool = False, marks: Sequence[tuple[str, float]] = (), names: Sequence[str] = (), keyed: bool = True,
 ) -> str:  # fmt: skip
-    """A chart of curves over `x`, the first `dots` of them as dots; "" where there is no point.
+    """A chart of curves over `x`, the first `dots` of them as dots; "" where there is no point. `keyed`: their names stand below.
 
     `log` axes leave out what is not above 0. `zero` begins the vertical axis at 0. `marks` are named vertical lines. `kind` is a
     class of the figure. With `names` the values along `x` are the numbers of these.
     """
+    given = sorted(given, key=lambda curve: curve.faint)
     drawable = [(n, curve.name, _drawable(curve.points, log, log_x)) for n, curve in enumerate(given)]
+    faint = {n for n, curve in enumerate(given) if curve.faint}
     shown = [(n, name, points if n < dots else _thinned(points)) for n, name, points in drawable if points]
     if not shown:
         return ""
@@ -78,19 +81,19 @@ def curves(
     for number, (_, value) in enumerate(marks, len(given)):
         at, style = along.at(value), _style(number)
         drawn.append(f'<line class="{style} d2" stroke-width="2" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
-    for number, _, points in shown:
-        places = [(along.at(a), up.at(b)) for a, b in points]
+    for number, name, points in sorted(shown, key=lambda each: each[0] not in faint):
+        places, style = [(along.at(a), up.at(b)) for a, b in points], "faint" if number in faint else _style(number)
         if number >= dots:
             path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
-            drawn.append(f'<polyline class="curve {_style(number)}" points="{path}"/>')
+            drawn.append(f'<polyline class="curve {style}" data-name="{escape(name)}" points="{path}"/>')
         if number < dots or len(places) == 1:
-            drawn += [f'<circle class="dot {_style(number)}" cx="{a:.1f}" cy="{b:.1f}" r="3.5"/>' for a, b in places]
+            drawn += [f'<circle class="dot {style}" cx="{a:.1f}" cy="{b:.1f}" r="3.5"/>' for a, b in places]
     said = escape(f"{title} over {x}: " + "; ".join(_in_words(name, points) for _, name, points in shown[:NAMED]))
-    numbered = [(n, name) for n, name, _ in shown] + list(enumerate((name for name, _ in marks), len(given)))
-    key = _key(numbered) if 1 < len(numbered) <= NAMED else ""
+    numbered = [(n, name) for n, name, _ in shown if n not in faint] + list(enumerate((name for name, _ in marks), len(given)))
+    below = key(numbered) if keyed and 1 < len(numbered) <= NAMED else ""
     return (
         f'<figure class="{kind}"><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{said}" data-x="{along.data()}" data-y="{up.data()}">{"".join(drawn)}</svg>{key}</figure>'
+        f'aria-label="{said}" data-x="{along.data()}" data-y="{up.data()}">{"".join(drawn)}</svg>{below}</figure>'
     )
 
 
@@ -182,8 +185,8 @@ def _in_words(name: str, points: Sequence[tuple[float, float]]) -> str:
     )
 
 
-def _key(numbered: Sequence[tuple[int, str]]) -> str:
-    """The names of the curves with their colours."""
+def key(numbered: Sequence[tuple[int, str]]) -> str:
+    """The names of curves with their colours, by the numbers that they have in a chart."""
     lines = "".join(
         f'<li><svg viewBox="0 0 22 10" aria-hidden="true"><path class="{_style(n)}" stroke-width="3" d="M0 5H22"/></svg>'
         f"{escape(name)}</li>"

@@ -8,7 +8,7 @@ import os
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from drivetrain.core.machine import files
 from drivetrain.core.options.overrides import key_of
 from drivetrain.core.options.selection import Figure
 from drivetrain.core.typed import JsonObject, is_number
+from drivetrain.core.user.given import objects_in
 from drivetrain.run.identity import reads_environment
 from drivetrain.run.reader import Points, RunFiles, differing, read
 from drivetrain.run.result import Result
@@ -51,6 +52,7 @@ FILE = "report.html"  # in the run's directory
 MOST_AT_END = 4 * files.MB  # bytes of a metrics.jsonl that the end of a run draws: about a quarter of a second
 OVER = ("updates", "samples", "seconds")  # what curves can be drawn over
 MAX_CURVES = 60  # runs with curves
+MOST_NAMED = 5  # of them that have a colour: the best ones, the first and the worst
 MOST_TABLES = 6  # runs whose confusion matrices are shown; those of more are in their result.json
 MOST_SETTINGS = 12  # settings that are drawn
 MOST_NAMES = 8  # values of a setting that are no numbers
@@ -94,29 +96,35 @@ def sheet_of(
     shown = [(names[n], runs[n]) for n in sorted(best)]  # as they were started
     if len(runs) == 1:
         (run,) = runs
-        title, first, body = f"{run.label} – drivetrain run", [], [*_came_of(run), *_curves(shown), *_classes(shown)]
+        title, first, body = f"{run.label} – drivetrain run", [], [*_came_of(run), *_curves(shown), *_took(run), *_classes(shown)]
         body += [*(samples or _no_samples(run)), *_changes(run), *_again(run)]
     else:
         title, first = "Runs compared – drivetrain report", _compared(runs, over_seeds, target, folder)
         body = under("The metric over each setting", PagePart(charts.grid(settings))) if (settings := _settings(runs)) else []
         again = [(name, f"drivetrain train {shlex.join(overrides_of(each))}".strip()) for name, each in shown]
         each_of = [part for name, line in again for part in (words(name), commands(line))]
-        body += [*_curves(shown), *_classes(shown)]
+        ranked = sorted(best, key=lambda n: rank(runs[n]))
+        coloured = {names[n] for n in [min(ranked), ranked[-1], *ranked][:MOST_NAMED]} if len(ranked) > MOST_NAMED else {*names}
+        body += [*_curves(shown, coloured), *_classes(shown)]
         body += under("How to reproduce them", folded("The command of each run", each_of, len(runs) < 8))
     body += under("Where it ran" if len(runs) == 1 else "Where they ran", *_environments(runs))
     return Sheet(title, verdict(runs, target), [*first, PagePart(joined(body))])
 
 
 def _came_of(run: RunFiles) -> list[Section]:
-    """What came of a run: where it is, what is to be said of it, its results, and what it took."""
+    """What came of a run: where it is, what is to be said of it, and its results."""
     began = float(run.environment.get("time") or 0)
     started = [time.strftime("started %Y-%m-%d %H:%M", time.localtime(began))] if 0 < began < 1e11 else []
     body: list[Section] = [remarks(" · ".join([*place_of(run), *started]))]
     if (result := run.result) is not None:
         body += [words(*(sentence(f"{remark[:1].upper()}{remark[1:]}") for remark in result.remarks))] if result.remarks else []
         body += under("What ended it", words(*result.error.splitlines())) if result.error else []
-        body += [*_results(result, run), *_speed(result)]
+        body += _results(result, run)
     return body
+
+
+def _took(run: RunFiles) -> list[Section]:
+    return _speed(run.result) if run.result is not None else []
 
 
 def _compared(runs: Sequence[RunFiles], over_seeds: Table | None, target: Target, folder: Path) -> list[Section]:
@@ -222,30 +230,40 @@ def _speed(result: Result) -> list[Section]:
     return under("What it took", facts([row for row in rows.items() if row[1] not in EMPTY], "Speed, memory and time"))
 
 
-def _curves(runs: Sequence[tuple[str, RunFiles]]) -> list[Section]:
-    """How runs went, over what the reader chooses: their loss and metric, and of one run all that is recorded."""
-    if not any(drawn := [chart for n, over in enumerate(OVER) for chart in _over(runs, over, f"over{n}")]):
+def _curves(runs: Sequence[tuple[str, RunFiles]], coloured: Collection[str] = ()) -> list[Section]:
+    """How runs went, over what the reader chooses: their loss and metric, and of one run all that is recorded.
+
+    Of several the `coloured` ones are named above the charts; the others are faint.
+    """
+    runs = sorted(runs, key=lambda each: each[0] not in coloured)
+    if not any(drawn := [chart for n, over in enumerate(OVER) for chart in _over(runs, over, f"over{n}", coloured)]):
         return []
+    named = [(n, name) for n, (name, _) in enumerate(runs) if name in coloured]
+    faint = f"; faint: {len(runs) - len(named)} others" if coloured and len(named) < len(runs) else ""
     buttons = "".join(
         f'<input type="radio" name="over" id="over{n}" value="{n}"{" checked" if not n else ""}>'
         f'<label for="over{n}">{name}</label>'
         for n, name in enumerate(OVER)
     )
     title = "How it went" if len(runs) == 1 else "How they went"
-    return under(title, PagePart(f'<div class="over">Over {buttons}{charts.grid(drawn)}</div>'))
+    key = charts.key(named) if len(runs) > 1 else ""
+    return under(title, PagePart(f'<div class="over">Over {buttons}{faint}{key}{charts.grid(drawn)}</div>'))
 
 
-def _over(runs: Sequence[tuple[str, RunFiles]], over: str, kind: str) -> Iterator[str]:
+def _over(runs: Sequence[tuple[str, RunFiles]], over: str, kind: str, coloured: Collection[str]) -> Iterator[str]:
     alone = len(runs) == 1
-    losses = [ChartLine("training" if alone else name, points(run.train, over, "loss")) for name, run in runs]
-    losses += _judged(runs, "loss", over) if alone else []
+    losses = [
+        ChartLine("training" if alone else name, points(run.train, over, "loss"), not alone and name not in coloured)
+        for name, run in runs
+    ]
+    losses += _judged(runs, "loss", over, coloured) if alone else []
     log = charts.spans_decades([y for curve in losses for _, y in curve.points])
     title = ("Loss" if alone else "Training loss") + (" (logarithmic axis)" if log else "")
-    yield charts.curves(title, losses, over, log, kind=kind)
+    yield charts.curves(title, losses, over, log, kind=kind, keyed=alone)
     for metric, of_set in [(run.selection.name, run.evaluated.set) for _, run in runs if run.selection][:1]:
         if not alone or Figure.parse(metric)[:2] != Figure("loss")[:2]:
             named = f"{Figure.parse(metric).of_weights.replace('_', ' ').capitalize()}, {of_set} set"
-            yield charts.curves(named, _judged(runs, metric, over), over, kind=kind)
+            yield charts.curves(named, _judged(runs, metric, over, coloured), over, kind=kind, keyed=alone)
     for name, (title, factor, log) in OF_TRAINING.items() if alone else ():
         shown = [(x, y * factor) for x, y in points(runs[0][1].train, over, name)]
         if name == "samples_per_second":
@@ -253,11 +271,11 @@ def _over(runs: Sequence[tuple[str, RunFiles]], over: str, kind: str) -> Iterato
         yield charts.curves(title, [ChartLine("training", shown)], over, log, kind=kind, zero=True)
 
 
-def _judged(runs: Sequence[tuple[str, RunFiles]], metric: str, over: str) -> list[ChartLine]:
+def _judged(runs: Sequence[tuple[str, RunFiles]], metric: str, over: str, coloured: Collection[str]) -> list[ChartLine]:
     """A curve of a figure for each run; of one run for each set that it selects by."""
     if len(runs) > 1:
         of = {name: run.selection.name if run.selection else metric for name, run in runs}
-        return [ChartLine(name, points(run.evaluated, over, of[name])) for name, run in runs]
+        return [ChartLine(name, points(run.evaluated, over, of[name]), name not in coloured) for name, run in runs]
     ((_, run),) = runs
     known = dict.fromkeys(name for values in run.evaluated.values for name in values)
     sets = Figure.parse(metric).on_all_sets(known)
@@ -329,6 +347,9 @@ def _again(run: RunFiles) -> list[Section]:
     place, given = shlex.quote(place_of(run)[0]), overrides_of(run)
     local = run.environment.get("machine_local")
     own = [word for word in given if isinstance(local, dict) and key_of(word) in local and key_of(word) != "output_dir"]
+    if objects := objects_in(given):
+        only = f"Only the program that made it can: {' '.join(objects)} are objects of it (drivetrain.train)."
+        return under("How to reproduce it", words(only))
     recipe = shlex.join([f"recipe={place_of(run)[0]}/recipe.yaml", *own])
     body = [words("The same command again:"), commands(shlex.join(["drivetrain", "train", *given]))]
     if run.config:

@@ -67,6 +67,7 @@ figure { margin: 0; max-width: 560px; position: relative } figcaption { font-wei
 svg { display: block; width: 100%; height: auto; overflow: visible }
 svg text { font: 11px system-ui, sans-serif; fill: var(--soft) }
 .grid { stroke: var(--line); stroke-width: 1 } .curve { fill: none; stroke-width: 1.8; stroke-linejoin: round }
+.faint { stroke: var(--line); fill: none; stroke-width: 1.2 } circle.faint { fill: var(--line) }
 .key { display: flex; flex-wrap: wrap; gap: .1rem .9rem; margin: .2rem 0; padding: 0; list-style: none; font-size: 13px }
 .key li { display: flex; gap: .35rem; align-items: center; overflow-wrap: anywhere } .key svg { width: 22px; flex: none }
 output { position: absolute; right: 0; top: 0; font-size: 12px; color: var(--ink); background: var(--raised); padding: 0 .4rem }
@@ -131,10 +132,12 @@ for (const chart of document.querySelectorAll('svg[data-x]')) {
   chart.onpointerleave = () => shown.textContent = '';
   chart.onpointermove = event => {
     const box = chart.getBoundingClientRect(), at = (event.clientX - box.left) / box.width * chart.viewBox.baseVal.width;
-    const near = [...chart.querySelectorAll('.curve')].map(curve => [...curve.points].reduce((a, b) =>
-      Math.abs(b.x - at) < Math.abs(a.x - at) ? b : a));
-    if (near.length && near.length < 5)
-      shown.textContent = digits(x(near[0].x)) + ': ' + near.map(point => digits(y(point.y))).join(' / ');
+    const height = (event.clientY - box.top) / box.height * chart.viewBox.baseVal.height;
+    const near = [...chart.querySelectorAll('.curve')].map(curve => [curve.dataset.name, [...curve.points].reduce((a, b) =>
+      Math.abs(b.x - at) < Math.abs(a.x - at) ? b : a)]).sort((a, b) => Math.abs(a[1].y - height) - Math.abs(b[1].y - height));
+    if (near.length)
+      shown.textContent = digits(x(near[0][1].x)) + ': ' + near.slice(0, 3).map(([name, point]) =>
+        (near.length > 1 ? name + ' ' : '') + digits(y(point.y))).join(' · ');
   };
 }
 """
