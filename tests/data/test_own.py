@@ -328,6 +328,7 @@ def test_numpys_float64_becomes_the_models_type():
     ("samples", "says"),
     [
         ([({"a": "text", "b": 1}, 0)] * 2, r"x\.a is a str, which is no tensor"),
+        ([(torch.eye(2).to_sparse(), 0)] * 2, r"x is a sparse_coo tensor: give a dense one"),
         ([({"a": None, "b": 1}, 0), ({"a": 1, "b": 1}, 0)], r"x\.a is not of the same structure"),
         ([({"a": 1, "b": 1}, 0), ({"a": 1, "c": 1}, 0)], "x is not of the same structure"),
         ([(torch.zeros(2), 0), (torch.zeros(3), 0)], r"x has the shapes \[2\] and \[3\]: data.pad=true pads"),
