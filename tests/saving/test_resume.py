@@ -333,8 +333,36 @@ def test_the_state_is_plain_tensors_and_containers(run_dir):
     assert state["optimizer"]["state"]
     assert state["precision"]["scale"] > 0
     assert state["ema"]["tensors"].keys() == safetensors.torch.load_file(run_dir / "checkpoints/3/model.safetensors").keys()
-    assert len(state["random"]) == 1
+    assert state["random"] == {}  # nothing has drawn, so that the streams follow from the seed
     assert not list((run_dir / "checkpoints").glob(".*"))  # nothing half-written is left
+
+
+def test_a_state_has_the_random_streams_that_were_drawn_from(make):
+    trainer = make("model.dropout=0.5", "updates=1", "saving=none")
+    trainer.fit()
+    random.random()
+    state = trainer.state()
+    ((rank, drawn),) = state["random"].items()
+    assert (rank, drawn.keys()) == (0, {"cpu", "python"})
+    again = make("model.dropout=0.5", "updates=1", "saving=none")
+    np.random.rand()  # another machine's checks may draw
+    again.restore(trainer.model.state_dict(), state)
+    first = draws()
+    streams.restore({**trainer.seeded, **drawn})
+    assert draws() == first
+
+
+def test_a_rank_maps_the_state_of_all_and_lets_the_file_go(make, tmp_path):
+    """It reads its own part alone; a mapped file that was removed would take its room on the disk until the run ends."""
+    trainer = make("optimizer=adamw", "ema=ema", "updates=1", "saving=last")
+    trainer.fit()
+    file = tmp_path / "run/checkpoints/1/state.pt"
+    again = make("optimizer=adamw", "ema=ema", "updates=1", "saving=last")
+    found = checkpoint_io.load(file.parent, again.parallel)
+    assert str(file) in Path("/proc/self/maps").read_text()
+    again.restore(*found)
+    del found
+    assert str(file) not in Path("/proc/self/maps").read_text()
 
 
 def test_a_save_that_fails_leaves_the_last_good_one(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from drivetrain.core.step import streams
 from drivetrain.core.step.microbatch import MicroBatch, Request
 from drivetrain.core.step.modules import buffers_kept
 from drivetrain.core.step.step import Made, Step, Stream, StreamWatcher
+from drivetrain.core.step.trees import map_tensors
 from drivetrain.core.typed import StateDict, Stateful
 from drivetrain.core.user.state import OwnState
 from drivetrain.ema.base import Ema
@@ -81,6 +82,7 @@ class Trainer:
     log: TrainingLog
     callbacks: Callbacks
     owned: OwnState  # of what the user brought
+    seeded: dict[str, torch.Tensor]  # the state of the random streams that follows from the seed and the rank
     compiler: Compile
     compile_seconds: Callable[[], float | None]  # spent compiling so far, in all stages
     stream_watchers: list[StreamWatcher] = field(default_factory=list)  # wrap the training stream, in order
@@ -339,16 +341,21 @@ class Trainer:
             "progress": self.progress.state_dict(),
             "optimizer": by_name(self.optimizer.state_dict()),
             **{name: part.state_dict() for name, part in self._stateful().items()},
-            "random": self.parallel.gather_object(streams.state()),
+            "random": {rank: drawn for rank, drawn in enumerate(self.parallel.gather_object(self._drawn())) if drawn},
         }
+
+    def _drawn(self) -> dict[str, torch.Tensor]:
+        """Return the states of those random streams of this rank from which somebody has drawn."""
+        return {kind: now for kind, now in streams.state().items() if kind not in self.seeded or not now.equal(self.seeded[kind])}
 
     def restore(self, weights: dict[str, torch.Tensor], state: StateDict) -> None:
         """Continue from a checkpoint. Weights and state are those of the full, unsharded model."""
-        weights, state = self.parallel.shard_state_dict(weights, state)
+        drawn = state["random"].get(self.parallel.rng_rank(), {})
+        weights, state = self.parallel.shard_state_dict(weights, {**state, "random": drawn})
+        state = map_tensors(torch.clone, state)  # only this rank's part is read from the checkpoint's file, and the file let go
         self.model.load_state_dict(weights)
         self.progress.load_state_dict(state["progress"])
         checkpoint_io.load_optimizer(self.optimizer, state["optimizer"])
         for name, part in self._stateful().items():
             part.load_state_dict(state.get(name, {}))
-        if (rank := self.parallel.rng_rank()) < len(state["random"]):  # a rank beyond those that were saved keeps its own
-            streams.restore(state["random"][rank])
+        streams.restore({**self.seeded, **state["random"]})

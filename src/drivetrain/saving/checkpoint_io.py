@@ -146,12 +146,12 @@ def _finish(run_dir: Path, update: int, about: Mapping[str, object] | None) -> P
 def load(checkpoint: Path, shards: Shards | None = None) -> tuple[dict[str, torch.Tensor], JsonObject]:
     """Load weights and state of a verified checkpoint. The state holds plain tensors and containers, never a pickled object.
 
-    Every rank reads its `shards` of a sharded checkpoint. Without them a single process reads all of it. Raises Malformed
-    for what torch and safetensors refuse to read.
+    Every rank reads its `shards` of a sharded checkpoint, and of the state the tensors that it uses: they are mapped, and keep
+    the file open. Without them a single process reads all of it. Raises Malformed for what torch and safetensors refuse to read.
     """
     weights: dict[str, torch.Tensor] | None = None
     try:
-        state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
+        state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True, mmap=shards is not None)
         if (checkpoint / "model.safetensors").exists():
             weights = safetensors.torch.load_file(checkpoint / "model.safetensors")
     except Exception as error:  # whatever the bytes make of a reader
