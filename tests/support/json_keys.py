@@ -11,13 +11,13 @@ ENVIRONMENT = "environment"  # run/environment.py's own; tests/run has it
 
 RUN = "seed samples figures censored error facts"
 FACTS = "seed set figures seconds_to_target updates_to_target reach peak_mib joules data kind device resumed error"
-VERDICT = "outcome reason metric runs degradation margin decides effect claims confidence"
+VERDICT = "outcome reason metric runs degradation margin decides effect claims confidence differs"
 ROW = (
     "label overrides error ratio samples_per_second step_ms_p50 step_ms_p95 data_wait peak_memory_bytes peaks_bytes compile_s "
     "starts_s start_s first_start_s pays_after first_pays_after run_updates runs_s run_s whole_run global_batch samples device "
     "device_type rates stopped_after out_of_time verdict"
 )
-COMPARE_SETTINGS = "seeds max_seeds quality_s judge target rounds block_s quality"
+COMPARE_SETTINGS = "seeds max_seeds quality_s judge target asks margin rounds block_s quality"
 COMPARE = "rows notes overrides settings environment seconds subject target order"
 FINDING = "update phase name difference floor ratio differs"
 

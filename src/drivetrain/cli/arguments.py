@@ -21,6 +21,7 @@ from drivetrain.ui.output import echo, fold
 
 OWN_KEY = re.compile(r"(?:^  |, )'?(\w+)=", re.M)  # in a verb's help: a setting at the start of its line, or after another one
 FLAG, FILE, NUMBER = {"action": "store_true"}, {"type": Path}, {"type": int}  # kinds of options, as argparse takes them
+WORDS = {"action": "append", "default": []}  # words that may begin with -, once for each time it is given
 
 
 class Parser(argparse.ArgumentParser):
@@ -103,7 +104,10 @@ class Command:
         made.add_argument("-h", "--help", action="store_true")
         for flags, kind in {**{f"--{key}": {} for key in self.settings}, **self.options}.items():
             made.add_argument(*flags.split(), **kind)
-        return made.parse_intermixed_args(list(argv))
+        given = list(argv)
+        for at in reversed([n for n, word in enumerate(argv[:-1]) if self.options.get(word) is WORDS]):
+            given[at : at + 2] = [f"{given[at]}={given[at + 1]}"]  # argparse takes --amp for an option of its own
+        return made.parse_intermixed_args(given)
 
     def complete(self, words: Sequence[str], last: str) -> Sequence[str]:
         """The words that TAB offers."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from drivetrain.cli.arguments import FILE, FLAG, Command, overrides, runs
+from drivetrain.cli.arguments import FILE, FLAG, WORDS, Command, overrides, runs
 
 
 def measuring(
@@ -23,7 +23,7 @@ def measuring(
     def work(given: argparse.Namespace) -> int:
         from drivetrain.measure import verbs
 
-        values = [getattr(given, flag.removeprefix("--")) for flag in options or ()]
+        values = [getattr(given, flag.removeprefix("--").replace("-", "_")) for flag in options or ()]
         with verbs.into(getattr(given, "out", None)):
             called = getattr(import_module(f"drivetrain.measure.{module}"), function)
             return int(called(given.overrides, given.config_dir, *values))
@@ -62,6 +62,10 @@ drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by s
   drivetrain compare precision=fp32,bf16 surgery=[],[channels_last]
   drivetrain compare recipe=naive,fast data=digits
   drivetrain compare optimizer=adamw,lamb quality=true      is the result still right?
+  drivetrain compare --program 'python train.py --seed {seed} {variant}' --variant '--lr 0.1' --variant '--lr 0.1 --amp' \
+      --metric 'val_acc: ([\d.]+)' --higher                 any program, as it is
+  drivetrain compare --program '… --seed {seed}' --code HEAD~1 --code HEAD --metric results.json:accuracy --higher
+  drivetrain compare --code HEAD~1 --code HEAD model=own model.target=my_pkg.Net trust=[my_pkg]     revisions of your code
 
   rounds=20             at most; each starts fresh processes of all variants, and one that is known to 2 % stops early
   block_s=0.4            seconds of a block of timed updates; each variant has two in a round
@@ -69,6 +73,8 @@ drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by s
   seeds=5               trainings of each variant for quality=true before the first look, and before each further one
   max_seeds=20          as many at most, while a variant is INCONCLUSIVE
   quality_s=600         no further seeds after so many seconds of training
+  asks=better           of quality=true: seeds go on until each is BETTER or WORSE, too
+  margin=0.01           of quality=true: the largest difference of the metric that counts as none; else measured
   judge=[accuracy]      evaluated figures that decide; else the metric that ranks models, and the loss
   target=0.95           of that metric: the seconds until it is reached are compared too
   --recipe FILE         hand the fastest variant on as a recipe that claims what was measured, if it is faster beyond doubt;
@@ -80,7 +86,26 @@ A key that only one variant's option has goes to that one: optimizer=sgd,adamw o
 the same mathematics (exact or close in `drivetrain list`), the training loss decides too.
 
 Each variant is a process of its own, and only one runs at a time: they take turns, A B B A, so that the machine's drift cancels.
-""", {"--recipe": FILE})  # fmt: skip
+
+Of programs:
+  --program COMMAND     a whole training; {seed} and {variant} are filled in, {out} is a folder for each run, {code} the code's
+  --variant WORDS       for {variant}, once for each
+  --code REVISION       as of git revisions, in worktrees that are removed; without --program a run of drivetrain's with your code
+  --metric WHERE        a pattern of the output with brackets around the number, FILE.json:key, FILE.jsonl:key or FILE.csv:column
+  --higher, --lower     which of two values is better
+  --pick last           of several values in a run: last, first or best
+  --asks better         until each is BETTER or WORSE; or 'as good'
+  --budget 30m          no further seeds after this time; --limit 10m: a run that takes longer has failed
+  --ledger FILE         all tries on the same validation data, which share one level: the hundredth does not win by chance
+  --holdout-metric M    read only at the end, where a variant is kept
+
+exit codes of programs: 0 better (or as good) · 1 the first program failed · 2 a bad command line · 4 worse · 5 undecided
+""", {
+    "--recipe": FILE, "--program": {}, "--variant": WORDS, "--code": WORDS, "--metric": {}, "--higher": FLAG, "--lower": FLAG,
+    "--pick": {"choices": ["last", "first", "best"], "default": "last"},
+    "--asks": {"choices": ["better", "as good"], "default": "better"},
+    "--budget": {}, "--limit": {}, "--ledger": FILE, "--holdout-metric": {},
+})  # fmt: skip
 
 certify = measuring("certify", "certify.certify:command", """\
 drivetrain certify [group=option] [key=value] … [against [group=option] …]     is this the same mathematics?

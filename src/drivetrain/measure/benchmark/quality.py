@@ -10,9 +10,11 @@ seeds never give a PASS. While a variant is INCONCLUSIVE, more seeds are trained
 
 PASS and FAIL are each decided at a level of 5 % for all variants and all looks at the seeds together: over the variants by Holm's
 step-down procedure (1979), over the figures of which one is enough for a FAIL by Bonferroni's inequality, over the looks by
-alpha spending (Lan & DeMets 1983) with Pocock's spending function. The margin counts as known, although it is measured on the
-same seeds: with 20 seeds, a variant that is worse by one standard deviation FAILs in 1 % of the cases, one that is worse by three
-PASSes in 0.1 %.
+alpha spending (Lan & DeMets 1983) with Pocock's spending function. The margin is measured on the same seeds, so its own
+uncertainty counts too (that of a standard deviation of normal values), unless `margin` gives it.
+
+With asks=better, seeds go on until a variant is BETTER or WORSE than the first in the metric (a margin of 0), each at a level of
+5 % for all variants and looks, by the same procedures. What that found stands beside PASS and FAIL.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.options.option import Count, Effect, Positive, RunSpec
@@ -48,6 +50,10 @@ ALPHA = 0.05  # level of PASS, and of FAIL, over all variants and looks
 NONE = 1e-9  # a mean difference below this share of its interval is what rounding leaves
 
 PASS, FAIL, INCONCLUSIVE, FIRST = "PASS", "FAIL", "INCONCLUSIVE", "first"
+BETTER, WORSE = "BETTER", "WORSE"
+
+
+Asks = Literal["as good", "better"]
 
 
 class JudgedFigure(NamedTuple):
@@ -73,6 +79,7 @@ class Verdict:
     effect: Effect = "changes"  # what the variant's difference claims
     claims: list[str] = field(default_factory=list)  # the settings that differ and claim so
     confidence: float | None = None  # of the intervals: that at which the last look decided
+    differs: str | None = None  # with asks=better: BETTER or WORSE beyond doubt, "" where neither is known
 
 
 def figures_for(
@@ -90,12 +97,17 @@ def figures_for(
 class _Evidence:
     """The comparison of a variant with the first one in one figure."""
 
-    def __init__(self, figure: JudgedFigure, runs: Sequence[TrainedRun], base: Sequence[TrainedRun]) -> None:
+    def __init__(
+        self, figure: JudgedFigure, runs: Sequence[TrainedRun], base: Sequence[TrainedRun], margin: float | None = None
+    ) -> None:
+        """`margin` is the largest difference that counts as none; None: it is measured on the first variant."""
         self.figure = figure
         before, after = ([run.figures.get(figure.name, math.nan) for run in each] for each in (base, runs))
         self.before, self.after = before, after
         self.worse_by = [figure.sign * (a - b) for a, b in zip(after, before, strict=True)]
-        self.margin = max(MARGIN_DEVIATIONS * deviation(before), MARGIN_FLOOR * abs(sum(before) / len(before)))
+        measured, floor = MARGIN_DEVIATIONS * deviation(before), MARGIN_FLOOR * abs(sum(before) / len(before))
+        self.margin = max(measured, floor) if margin is None else margin
+        self.uncertain = self.margin if margin is None and measured > floor else 0.0  # the part that was measured
         self.reached = reached(figure.name, runs), reached(figure.name, base)
         self.censored = sum(self.reached) < len(runs) + len(base)
         p_pass, p_fail = self._p()
@@ -106,14 +118,18 @@ class _Evidence:
         """The probabilities of such runs, or of clearer ones: where the variant is worse by the margin or more; by no more."""
         from scipy.special import stdtr  # scipy.stats takes a second to import
 
-        spread, n = deviation(self.worse_by), len(self.worse_by)
+        n = len(self.worse_by)
+        if not any(self.worse_by):  # the same, whatever the margin
+            return 0.0, 1.0
+        error = deviation(self.worse_by) / math.sqrt(n)
         beyond = sum(self.worse_by) / n - self.margin
-        if not math.isfinite(spread) or math.isnan(beyond):
+        if not math.isfinite(error) or math.isnan(beyond):
             return 1.0, 1.0
-        if spread == 0:
+        if self.uncertain:
+            return _least_level(-beyond, error, self.uncertain, n, 1), _least_level(beyond, error, self.uncertain, n, -1)
+        if error == 0:
             return (0.0, 1.0) if beyond <= 0 else (1.0, 0.0)
-        statistic = beyond / (spread / math.sqrt(n))
-        return float(stdtr(n - 1, statistic)), float(stdtr(n - 1, -statistic))
+        return float(stdtr(n - 1, beyond / error)), float(stdtr(n - 1, -beyond / error))
 
     def text(self, confidence: float) -> str:
         """The difference in words. Where a run's figure is only known to be at least so much, it is no difference."""
@@ -122,6 +138,25 @@ class _Evidence:
             return f"{self.figure.name}: {mine} of {n} seeds got there, and {theirs} of {n} of the first variant"
         decides = f"allowed {self.margin:.2g}" if self.figure.needed else "it does not decide"
         return f"{self.figure.name} {in_words(*mean(self.worse_by, confidence))}, {decides}"
+
+
+def _least_level(gap: float, error: float, deviations: float, count: int, side: int) -> float:
+    """The level from which on a gap between a mean difference and a margin of measured deviations is beyond doubt; at most 1.
+
+    The one-sided limits of both are joined as of independent quantities (MOVER, Zou & Donner 2008). `error` is the mean's, and
+    `side` 1 where the margin may be smaller than it was measured, -1 where it may be larger.
+    """
+    from scipy.special import chdtri, stdtrit
+
+    low, high = 0.0, 0.5
+    for _ in range(30 if gap > 0 else 0):
+        level = (low + high) / 2
+        limit = math.sqrt((count - 1) / float(chdtri(count - 1, level if side > 0 else 1 - level)))
+        if math.hypot(float(stdtrit(count - 1, 1 - level)) * error, (limit - 1) * deviations) <= gap:
+            high = level
+        else:
+            low = level
+    return high if high < 0.5 else 1.0
 
 
 def reached(name: str, runs: Sequence[TrainedRun]) -> int:
@@ -145,20 +180,31 @@ class Trial:
 
     verdicts: dict[int, Verdict]  # by the variant's number; before the first look without an outcome
     figures: dict[int, list[JudgedFigure]]
-    spent: float = 0.0  # of ALPHA, by the looks so far
+    asks: Asks = "as good"
+    margin: float | None = None  # the metric's; None: it is measured
+    alpha: float = ALPHA
+    spent: float = 0.0  # of alpha, by the looks so far
 
     @classmethod
-    def of(cls, metric: str, claims: dict[int, tuple[Effect, list[str]]], figures: dict[int, list[JudgedFigure]]) -> Trial:
+    def of(
+        cls, metric: str, claims: dict[int, tuple[Effect, list[str]]], figures: dict[int, list[JudgedFigure]],
+        asks: Asks = "as good", margin: float | None = None, alpha: float = ALPHA,
+    ) -> Trial:  # fmt: skip
         """A trial of these variants; `claims` has what the difference of each from the first variant claims."""
         verdicts = {n: Verdict(INCONCLUSIVE, "", metric, effect=effect, claims=names) for n, (effect, names) in claims.items()}
-        return cls(verdicts, figures)
+        if asks == "better":
+            for verdict in verdicts.values():
+                verdict.differs = ""
+        return cls(verdicts, figures, asks, margin, alpha)
 
     def look(self, runs: dict[int, list[TrainedRun]], base: list[TrainedRun], share: float = 1.0) -> list[int]:
         """Judge the undecided variants, when `share` of the seeds that may be trained have been; return those still undecided."""
-        level = spending(share) - self.spent
+        level = spending(share, self.alpha) - self.spent
         self.spent += level
         evidence = {}
-        for n in [n for n, v in self.verdicts.items() if v.outcome == INCONCLUSIVE]:
+        levels = self._compare(runs, base, level) if self.asks == "better" else {}
+        undecided = [n for n, v in self.verdicts.items() if v.outcome == INCONCLUSIVE and len(runs[n]) == len(base)]
+        for n in [n for n in self.verdicts if n in undecided or n in levels]:
             verdict = self.verdicts[n]
             verdict.runs = runs[n]
             if failed := next((run for run in base if run.error), None):
@@ -168,15 +214,41 @@ class Trial:
             elif len(base) < 2:
                 verdict.reason = "one seed shows no spread: set seeds=5"
             else:
-                evidence[n] = [_Evidence(figure, runs[n], base) for figure in self.figures[n]]
-        passing = {n: max(e.p_pass for e in found if e.figure.needed) for n, found in evidence.items()}
-        failing = {n: min(1.0, len(a) * min(a)) for n, e in evidence.items() if (a := [f.p_fail for f in e if f.figure.alone])}
-        levels = self._decide(PASS, passing, level)
+                evidence[n] = [
+                    _Evidence(figure, runs[n], base, self.margin if figure.name == verdict.metric else None)
+                    for figure in self.figures[n]
+                ]
+        open_ = {n: found for n, found in evidence.items() if n in undecided}
+        passing = {n: max(e.p_pass for e in found if e.figure.needed) for n, found in open_.items()}
+        failing = {n: min(1.0, len(a) * min(a)) for n, e in open_.items() if (a := [f.p_fail for f in e if f.figure.alone])}
+        levels = self._decide(PASS, passing, level) | levels
         self._decide(FAIL, failing, level)
         for n, found in evidence.items():
             _describe(self.verdicts[n], found, base, 1 - 2 * levels[n])
-        undecided = [n for n, v in self.verdicts.items() if v.outcome == INCONCLUSIVE and not any(run.error for run in base)]
-        return [n for n in undecided if not _stuck(evidence.get(n, ()), level)]
+        if any(run.error for run in base):
+            return []
+        if self.asks == "better":
+            return [n for n, v in self.verdicts.items() if v.differs == "" and not any(run.error for run in runs[n])]
+        return [n for n in undecided if self.verdicts[n].outcome == INCONCLUSIVE and not _stuck(evidence.get(n, ()), level)]
+
+    def _compare(self, runs: dict[int, list[TrainedRun]], base: list[TrainedRun], level: float) -> dict[int, float]:
+        """Find which variants are better, and which worse, than the first in the metric; return the level of each one's test."""
+        better, worse = dict[int, float](), dict[int, float]()
+        for n, verdict in self.verdicts.items():
+            if verdict.differs == "" and len(base) > 1 and not any(run.error for run in (*runs[n], *base)):
+                of_metric = next(figure for figure in self.figures[n] if figure.name == verdict.metric)
+                found = _Evidence(of_metric, runs[n], base, 0.0)
+                same = not any(found.worse_by)
+                better[n], worse[n] = (1.0, 1.0) if same else (found.p_pass, found.p_fail)
+        levels = dict.fromkeys(better, level / len(self.verdicts))
+        for p, word in ((better, BETTER), (worse, WORSE)):
+            known = sum(verdict.differs == word for verdict in self.verdicts.values())
+            for n in sorted(p, key=lambda n: p[n]):
+                if p[n] > (least := level / (len(self.verdicts) - known)):
+                    break
+                self.verdicts[n].differs, levels[n] = word, least
+                known += 1
+        return levels
 
     def _decide(self, outcome: str, p: dict[int, float], level: float) -> dict[int, float]:
         """Holm's procedure: give the outcome to the variants whose p allows it; return the level at which each was tested.
@@ -194,9 +266,9 @@ class Trial:
         return levels
 
 
-def spending(share: float) -> float:
-    """The part of ALPHA that may be spent when `share` of the seeds have been trained (Pocock's function)."""
-    return ALPHA * math.log(1 + (math.e - 1) * min(1.0, share))
+def spending(share: float, alpha: float = ALPHA) -> float:
+    """The part of `alpha` that may be spent when `share` of the seeds have been trained (Pocock's function)."""
+    return alpha * math.log(1 + (math.e - 1) * min(1.0, share))
 
 
 def verdict(runs: list[TrainedRun], base: list[TrainedRun], selection: Selection, effect: Effect = "changes") -> Verdict:
@@ -245,6 +317,8 @@ def _describe(verdict: Verdict, found: Sequence[_Evidence], base: Sequence[Train
     if {run.samples for run in verdict.runs} != {run.samples for run in base}:
         told.append(f"trained on {verdict.runs[0].samples:,} samples, the first variant on {base[0].samples:,}")
     verdict.reason = "; ".join(told)
+    if verdict.differs:
+        verdict.reason = f"{verdict.differs}; {verdict.reason}"
 
 
 # Trains a variant with the seed of this number, counted from 0.
@@ -261,6 +335,10 @@ class QualitySettings:
     judge: list[str] | None = None  # evaluated figures that decide; null: the metric that ranks models, and the loss
     # A value of the metric, or accuracy>=0.98: the seconds until it is reached are judged too. null: the run's own target
     target: float | str | None = None
+    asks: Asks = "as good"  # better: more seeds also until a variant is known to be better, or worse
+    margin: Positive | None = (
+        None  # the largest difference of the metric that counts as none; null: measured on the first variant
+    )
 
     def looks(self) -> Iterator[int]:
         """The numbers of seeds after which the runs are judged."""
@@ -282,7 +360,7 @@ def judge(
     reach = reach_of(plan, first.run)
     target = seconds_to(reach) if reach is not None else None
     figures = {n: figures_for(effect, metric, named, target) for n, (effect, _) in claims.items()}
-    trial = Trial.of(metric.name, claims, figures)
+    trial = Trial.of(metric.name, claims, figures, plan.asks, plan.margin)
     with trainings("compare", first, reach, progress, trained) as train:
         base = sequentially(trial, plan, lambda variant, number: train(specs[variant], first.run.runtime.seed + number))
     own = of_first(base, next(iter(figures.values()), []), metric.name)
@@ -306,7 +384,8 @@ def sequentially(trial: Trial, plan: QualitySettings, train: Train) -> list[Trai
 
 def check(plan: QualitySettings, job: Job, quality: bool) -> None:
     """Raise UserError where a figure of `judge` cannot be judged, or nothing is."""
-    of_quality = {"judge": plan.judge, "target": plan.target, "quality_s": plan.quality_s}
+    asks = plan.asks if plan.asks != "as good" else None
+    of_quality = {"judge": plan.judge, "target": plan.target, "quality_s": plan.quality_s, "asks": asks, "margin": plan.margin}
     given = [f"{key}={value}" for key, value in of_quality.items() if value is not None]
     if given and not quality:
         raise UserError(f"{' '.join(given)} is for verdicts on quality, which need quality=true")

@@ -23,7 +23,7 @@ from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare as comparing
-from drivetrain.measure.benchmark import quality, variants
+from drivetrain.measure.benchmark import programs, quality, variants
 from drivetrain.measure.benchmark.compare import Comparison, Row
 from drivetrain.measure.benchmark.variants import Facts, VariantSpec, baseline_job
 from drivetrain.measure.changes import apply
@@ -109,8 +109,14 @@ def as_comments(lines: Sequence[str]) -> str:
     return "".join(f"# {printable(line)}\n" for line in lines)
 
 
-def compare(overrides: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
-    """Run `drivetrain compare`, which writes the file `recipe` if there is one; return its exit code."""
+def compare(overrides: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None, *of_programs: object) -> int:
+    """Run `drivetrain compare`, which writes the file `recipe` if there is one; return its exit code.
+
+    With options `of_programs` it compares programs as they are, or revisions of code.
+    """
+    options = programs.Options(*of_programs)  # type: ignore[arg-type] # as argparse has read them
+    if options.given:
+        return programs.command(options, overrides, config_dirs)
     done, specs = comparing.run(overrides, config_dirs, recipe)
     if recipe is not None:
         hand_on("compare", recipe, done, specs, range(1, len(specs)))
