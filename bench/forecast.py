@@ -11,6 +11,7 @@ and measured in processes of its own, one after the other, so that both see the 
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import statistics
@@ -91,7 +92,7 @@ def measure(overrides: list[str]) -> dict[str, Any]:
     taken: list[float] = []
     with ExitStack() as undone:
         before = _storages()
-        trainer = child.built(job.run, True, undone)
+        trainer = child.built(job.run, math.inf, undone)
         trainer.endless()
         trainer.model.train()
         stream, there = trainer.read(), _there(trainer, before)
@@ -159,7 +160,7 @@ def predict(overrides: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
     planned = plan([*overrides, "runtime.device=cpu", "runtime.threads=1"], (), "here")
     with ExitStack() as undone:
-        subject = Subject.of(planned, child.built(planned.look(), True, undone))
+        subject = Subject.of(planned, child.built(planned.look(), math.inf, undone))
         found = examine(subject, LOOK_S)
         record = subject.record(found.micro_batch, ())
     return {

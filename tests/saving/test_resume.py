@@ -348,7 +348,7 @@ def test_a_state_has_the_random_streams_that_were_drawn_from(make):
     np.random.rand()  # another machine's checks may draw
     again.restore(trainer.model.state_dict(), state)
     first = draws()
-    streams.restore({**trainer.seeded, **drawn})
+    streams.restore({**trainer._seeded(), **drawn})
     assert draws() == first
 
 

@@ -126,7 +126,7 @@ def build(context: RunContext, log_writers: Sequence[LogWriter], before: Previou
         ema = Ema.of(run).build(context)
     scheduler = Scheduler.of(run).build(context)
     # All ranks have initialised the same model; from here on each draws its own dropout, except where ranks share activations.
-    seeded = Runtime.of(run).seed_rank(world)
+    rank_seed = Runtime.of(run).seed_rank(world)
     loader: Loader = Loader.of(run).build(context)
     context.read = lambda requests: loader.stream(context.train_data, requests, context.device, context.memory_format)
     batches = context.horizon.updates * batch.accumulation_steps
@@ -170,7 +170,8 @@ def build(context: RunContext, log_writers: Sequence[LogWriter], before: Previou
         seed=context.seed, drop_last=run.data.drop_last, epochs=run.values["epochs"], max_updates=context.horizon.updates,
         log_every=run.values["log_every"], evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
         writer=Writer(context.run_dir, saving, parallel, eval_weights, describe(run, context.data)), progress=context.progress,
-        timer=timer, log=log, callbacks=callbacks, owned=own, seeded=seeded, compiler=compiler, compile_seconds=compiler.seconds,
+        timer=timer, log=log, callbacks=callbacks, owned=own, compiler=compiler, compile_seconds=compiler.seconds,
+        rank_seed=rank_seed,
     )  # fmt: skip
     if batch.preallocate:
         trainer.preallocate()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from drivetrain.config import validate
-from drivetrain.core.machine import forking, isolation
+from drivetrain.core.machine import forking, guards, isolation
 from drivetrain.core.machine.signals import ended_by_signals
 from drivetrain.core.options.context import NO_RUN_DIR
 from drivetrain.core.options.option import RunSpec
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def ask(run: RunSpec, question: Callable[[Trainer], T], failed: str, limit_s: float = forking.LIMIT_S, values: bool = True) -> T:
+def ask(
+    run: RunSpec, question: Callable[[Trainer], T], failed: str, limit_s: float = forking.LIMIT_S, values: float = math.inf
+) -> T:
     """Return `question(trainer)` of a forked process, which has a run's directory until it has answered.
 
-    Without `values` the trainer's weights are fake tensors. Raises UserError: the run's own, or forking.NoAnswer, whose message
-    begins with `failed`.
+    The weights of a larger model than `values` bytes are fake tensors. Raises UserError: the run's own, or forking.NoAnswer,
+    whose message begins with `failed`.
     """
     import torch  # noqa: F401 - imported once here, because the process is forked
 
@@ -44,12 +47,16 @@ def ask(run: RunSpec, question: Callable[[Trainer], T], failed: str, limit_s: fl
         directory.remove(folder)
 
 
-def built(run: RunSpec, values: bool, on_exit: ExitStack, folder: Path = NO_RUN_DIR) -> Trainer:
-    """Build the trainer in this process. `on_exit` undoes what it changes for the whole process."""
+def built(run: RunSpec, values: float, on_exit: ExitStack, folder: Path = NO_RUN_DIR) -> Trainer:
+    """Build the trainer in this process: see `ask`. `on_exit` undoes what it changes for the whole process."""
     from drivetrain.engine import build
     from drivetrain.engine.rehearsal import Fakes
 
+    if 0 < values < math.inf:
+        with suppress(guards.ModelTooLarge), guards.model_within(int(values), "the model", counts_meta=True):
+            return built(run, math.inf, on_exit, folder)
+        values = 0
     on_exit.enter_context(isolation.isolated())
-    looking = run.with_parts(precision=Precision.of(run).with_values(looks_for_slow_layers=values))
+    looking = run.with_parts(precision=Precision.of(run).with_values(looks_for_slow_layers=bool(values)))
     without_values = None if values else Fakes().as_parameters()
     return build.build(RunContext(looking, World(), folder, on_exit=on_exit, without_values=without_values), [])

@@ -82,7 +82,7 @@ class Trainer:
     log: TrainingLog
     callbacks: Callbacks
     owned: OwnState  # of what the user brought
-    seeded: dict[str, torch.Tensor]  # the state of the random streams that follows from the seed and the rank
+    rank_seed: int  # of this rank's random streams
     compiler: Compile
     compile_seconds: Callable[[], float | None]  # spent compiling so far, in all stages
     stream_watchers: list[StreamWatcher] = field(default_factory=list)  # wrap the training stream, in order
@@ -346,7 +346,14 @@ class Trainer:
 
     def _drawn(self) -> dict[str, torch.Tensor]:
         """Return the states of those random streams of this rank from which somebody has drawn."""
-        return {kind: now for kind, now in streams.state().items() if kind not in self.seeded or not now.equal(self.seeded[kind])}
+        seeded = self._seeded()
+        return {kind: now for kind, now in streams.state().items() if kind not in seeded or not now.equal(seeded[kind])}
+
+    def _seeded(self) -> dict[str, torch.Tensor]:
+        """Return the states of this rank's random streams that follow from the seed."""
+        with streams.apart():
+            streams.seed_all(self.rank_seed)
+            return streams.state()
 
     def restore(self, weights: dict[str, torch.Tensor], state: StateDict) -> None:
         """Continue from a checkpoint. Weights and state are those of the full, unsharded model."""
@@ -358,4 +365,4 @@ class Trainer:
         checkpoint_io.load_optimizer(self.optimizer, state["optimizer"])
         for name, part in self._stateful().items():
             part.load_state_dict(state.get(name, {}))
-        streams.restore({**self.seeded, **state["random"]})
+        streams.restore({**self._seeded(), **state["random"]})

@@ -121,7 +121,7 @@ class JobTrials:
     def forecast_micro_batch(self, most: int, limit_gb: float | None) -> int | None:
         try:
             question = partial(_forecast_micro_batch, most, limit_gb)
-            return child.ask(trial_run(self.job), question, "it fails", FORECAST_S, values=False)
+            return child.ask(trial_run(self.job), question, "it fails", FORECAST_S, values=0)
         except UserError as error:
             why = error.problems[-1][:200]
             logger.info("%s: the step cannot be forecast (%s): trials begin at 2 samples", self.run.named("batch"), why)
@@ -152,7 +152,7 @@ class JobTrials:
         run, steps = trial_run(self.job, ["checkpointing=none"]), self.run.batch.accumulation_steps
         question = partial(_fewest_blocks, block, self.micro_batch(), steps, limit_gb)
         try:
-            return child.ask(run, question, "the step cannot be forecast", values=False)
+            return child.ask(run, question, "the step cannot be forecast", values=0)
         except NoAnswer as error:
             raise UserError(f"{error}: set checkpointing.memory_gb=null") from None
 

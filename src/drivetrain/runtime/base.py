@@ -175,10 +175,10 @@ class Runtime(Option, groups.Runtime):
             return int(given[1])
         return usable_cores(ranks) if self.threads in (None, "auto") else int(self.threads)
 
-    def seed_rank(self, world: World) -> dict[str, torch.Tensor]:
-        """Seed each rank differently from here on, for dropout. Returns the state of its streams."""
-        _seed(rng.mix(self.seed, 4, world.rank))
-        return streams.state()
+    def seed_rank(self, world: World) -> int:
+        """Seed each rank differently from here on, for dropout. Returns the number that it is seeded with."""
+        _seed(number := rng.mix(self.seed, 4, world.rank))
+        return number
 
     def zero(self, parameters: list[torch.nn.Parameter]) -> None:
         """Clear the gradients. None rather than zero saves the memset, and the next backward writes instead of adding."""

@@ -52,7 +52,7 @@ def subject(*overrides: str) -> forecast.Subject:
 
 def subject_of(planned: PlannedRun) -> forecast.Subject:
     if planned.overrides not in built:
-        trainer = child.built(planned.look(), planned.times_layers, undone)
+        trainer = child.built(planned.look(), planned.values, undone)
         built[planned.overrides] = forecast.Subject.of(planned, trainer)
     return built[planned.overrides]
 

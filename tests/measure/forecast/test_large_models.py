@@ -36,7 +36,7 @@ def build() -> Iterator[Callable[..., forecast.Subject]]:
     threads = torch.get_num_threads()
     with ExitStack() as undone:
 
-        def built(words: list[str], values: bool = False) -> forecast.Subject:
+        def built(words: list[str], values: float = 0) -> forecast.Subject:
             planned = plan(words, (), "h100")
             return forecast.Subject.of(planned, child.built(planned.look(), values, undone))
 
@@ -49,6 +49,20 @@ def folder(tmp_path: Path, layers: int, **more: int) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**LLAMA_7B, "num_hidden_layers": layers, **more}))
     return tmp_path / "model"
+
+
+def test_weights_that_are_too_large_for_this_machine_are_not_made(tmp_path, monkeypatch):
+    """The process holds nothing for them, and the forecast says so."""
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    given = [*words(folder(tmp_path, 1, **small), length=16, tokens=64), "model.pretrained=false", "precision=bf16"]
+    monkeypatch.setattr(forecast, "MOST_VALUES", 2.0**20)
+    planned = plan(given, (), "here")
+    with ExitStack() as undone:
+        trainer = child.built(planned.look(), planned.values, undone)
+        assert all(isinstance(p, FakeTensor) for p in trainer.model.parameters())
+        found = forecast.answer(planned, forecast.ForecastSettings(seconds=2.0), 0.0, trainer)
+    assert found.peak_bytes.value > found.tensors_bytes.value > sum(p.nbytes for p in trainer.model.parameters())
+    assert any("were not made" in note for note in found.notes)
 
 
 def words(model: Path, length: int = LENGTH, tokens: int = TOKENS, batch: int = 1) -> list[str]:
@@ -95,7 +109,7 @@ def small(tmp_path: Path) -> list[str]:
 def test_a_record_of_shapes_is_that_of_weights_with_values_and_the_peak_that_was_measured(tmp_path, monkeypatch, build):
     monkeypatch.setattr(bench, "ENOUGH_S", 0.0)
     given = small(tmp_path)
-    shapes, values = (build(given, with_values) for with_values in (False, True))
+    shapes, values = (build(given, with_values) for with_values in (0, math.inf))
     without, having = (made.record(4, ()) for made in (shapes, values))
     assert all(isinstance(p, FakeTensor) for p in shapes.rehearsal.trainer.model.parameters())
     assert not any(isinstance(p, FakeTensor) for p in values.rehearsal.trainer.model.parameters())

@@ -140,11 +140,18 @@ def check_batch(what: str, samples: int, shape: Any, bytes_each: int, ranks: int
         )
 
 
-@contextmanager
-def model_within(most_bytes: int, what: str, beside: str = "", where: str = "this machine") -> Iterator[None]:
-    """Within the context a model is created. Raises UserError once its parameters need more than `most_bytes`.
+class ModelTooLarge(UserError):
+    """A model that was not created, because of its size."""
 
-    `beside` tells of what else each parameter needs memory for, and `where` of whose memory it is.
+
+@contextmanager
+def model_within(
+    most_bytes: int, what: str, beside: str = "", where: str = "this machine", counts_meta: bool = False
+) -> Iterator[None]:
+    """Within the context a model is created. Raises ModelTooLarge once its parameters need more than `most_bytes`.
+
+    `beside` tells of what else each parameter needs memory for, and `where` of whose memory it is. Parameters on the meta device,
+    which a file of weights may fill, count with `counts_meta`.
 
     torch fills a parameter with values after it was registered. So one that is too large is refused before it takes memory.
     """
@@ -159,12 +166,12 @@ def model_within(most_bytes: int, what: str, beside: str = "", where: str = "thi
 
     def count_parameter(_: object, name: str, parameter: torch.Tensor | None) -> None:
         nonlocal total
-        if parameter is None or is_lazy(parameter) or id(parameter) in seen or parameter.is_meta:
+        if parameter is None or is_lazy(parameter) or id(parameter) in seen or (parameter.is_meta and not counts_meta):
             return
         seen[id(parameter)] = parameter
         total += parameter.numel() * parameter.element_size()
         if total > most_bytes:
-            raise UserError(
+            raise ModelTooLarge(
                 f"{what} makes a model of more than {total / 2**30:,.3g} GiB of parameters, and {where} has memory for "
                 f"{most_bytes / 2**30:,.3g} GiB of them{beside}: make it smaller; {ALL_THE_SAME}"
             )

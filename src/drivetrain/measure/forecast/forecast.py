@@ -143,9 +143,9 @@ class PlannedRun:
         return -(-int(self.run.batch.size(0)) // (self.micro_batches() * int(self.run.parallel.data_ranks())))
 
     @property
-    def times_layers(self) -> bool:
-        """True if the run times layers of its model on this machine's CPU when it is built, so that its weights need values."""
-        return self.here and self.run.runtime.device_type() == "cpu"
+    def values(self) -> float:
+        """The most bytes of weights that get values: the run times layers of its model on this machine's CPU when it is built."""
+        return MOST_VALUES if self.here and self.run.runtime.device_type() == "cpu" else 0
 
     def look(self) -> RunSpec:
         """The run that is built here. For another device no layer is timed for this CPU's sake."""
@@ -238,6 +238,7 @@ def _notes(job: Job, device: str) -> Iterator[str]:
         yield f"the recipe's own claim: {job.composed.recipe.claim}"
 
 
+MOST_VALUES = 2.0**31  # bytes of weights that are made to look at a run: about five seconds
 FILLED = 0.97  # of a device's memory that a run may fill
 PROCESS = Uncertain(1.0, 0.95, 1.2)  # of what the process of a run holds when it is built, which grows with what it loads later
 HEAP = Uncertain(0.4, 0.0, 0.8)  # of the tensors' peak: what a process keeps of freed memory, between tensors that live
@@ -314,8 +315,11 @@ class Subject:
     def of(cls, plan: PlannedRun, trainer: Trainer) -> Subject:
         """The plan with its trainer."""
         beside, dtype = NOTHING, plan.run.precision.dtype
-        if plan.times_layers:
-            tensors = {id(t): t.nbytes for kind in rehearsal.resident(trainer).values() for t in kind}
+        if plan.values:
+            from torch._subclasses.fake_tensor import FakeTensor
+
+            kinds = rehearsal.resident(trainer).values()
+            tensors = {id(t): t.nbytes for kind in kinds for t in kind if not isinstance(t, FakeTensor)}
             beside = PROCESS.times(max(0.0, memory_of_process() - sum(tensors.values())))
         device = replay.this_device(trainer.device, (dtype,) if dtype else ()) if plan.here else replay.known(plan.device)
         return cls(plan, plan.ranks(trainer.model), Rehearsal(trainer), device, beside)
@@ -331,6 +335,12 @@ class Subject:
                 f"the step cannot be recorded without values ({type(error).__name__}: {why[0][:200]}): a model or a loss reads "
                 "its tensors on the host, or makes shapes of their values; `drivetrain doctor` measures such a run"
             ) from None
+
+    def unmade(self) -> list[str]:
+        """The note that says so, where weights were too large to be made here."""
+        nbytes = sum(p.nbytes for p in self.rehearsal.trainer.model.parameters())
+        named = f"weights of {size(nbytes)} were not made: whether this CPU keeps layers in float32 was not measured"
+        return [named] if nbytes > self.plan.values > 0 else []
 
     def limited(self) -> tuple[Subject, list[str]]:
         """The subject with the blocks that the run would recompute by checkpointing.memory_gb, and the note that says so.
@@ -387,7 +397,7 @@ def examine(subject: Subject, budget_s: float, largest: bool = False) -> Forecas
         run_s=step.times(_first_updates(trainer)) + evaluation, samples_per_second=pace,
         data_bytes_per_second=pace * trees.nbytes(sample) / trees.length(sample),
         largest_micro_batch=_largest(subject, at_most, limit) if largest and not plan.run.batch.buckets_lengths else None,
-        what_if=[], notes=[*plan.notes, *chosen, *([] if plan.here else [replay.host_note(plan.device)])],
+        what_if=[], notes=[*plan.notes, *chosen, *([] if plan.here else [replay.host_note(plan.device)]), *subject.unmade()],
     )  # fmt: skip
 
 
@@ -433,6 +443,7 @@ def _largest(subject: Subject, at_most: float, limit: float) -> Uncertain | None
 
 
 GAIN = 1.1  # that counts as help: timings of the same operations differ by some per cent
+SOUGHT_S = 20.0  # beyond the time, for a row that fits
 ROW_S = 1.0  # of timing operations that are new in a row
 RANKS = (2, 8)
 SAME_MODEL = {"compile", "parallel", "batch"}  # groups that change nothing of the trainer as it is built to be looked at
@@ -462,12 +473,14 @@ def candidates(planned: PlannedRun) -> Iterator[str]:
 def table(base: Forecast, subject: Subject, until: float) -> list[ForecastRow]:
     """Forecast each candidate that should be done in time, going by what others took; the others say so.
 
-    Of a run that does not fit those of its own model are forecast until one fits.
+    Of a run that does not fit those of its own model are forecast until one fits, the first at least, the others for SOUGHT_S.
     """
-    rows, longest, sought = [], 0.0, not base.fits
+    rows: list[ForecastRow] = []
+    longest, sought = 0.0, not base.fits
     for override in candidates(subject.plan):
         began = time.perf_counter()
-        if began + longest > until and not (sought and _same_model(override)):
+        seeks = sought and _same_model(override)
+        if began + longest > until + SOUGHT_S * seeks and not (seeks and not rows):
             rows.append(ForecastRow(override, why_not="not forecast: the time was up (seconds=60 gives it more)"))
             continue
         rows.append(_row(override, base, subject))
@@ -490,7 +503,7 @@ def _row(override: str, base: Forecast, subject: Subject) -> ForecastRow:
             changed = own.changed(shown.split())
         with ExitStack() as undone:
             if not _same_model(override):
-                trainer = child.built(changed.look(), changed.times_layers, undone)
+                trainer = child.built(changed.look(), changed.values, undone)
                 subject = replace(Subject.of(changed, trainer), timed=subject.timed, beside=subject.beside)
             elif override == RECOMPUTED:
                 subject = replace(subject, blocks=blocks_for(RECOMPUTED, "checkpointing.block", trainer.model, None))
@@ -662,7 +675,7 @@ def forecast(
     for title, share, each in stages:
         until += settings.seconds
         question = partial(answer, each, settings, until)
-        built = child.ask(each.look(), question, "the run cannot be forecast", values=each.times_layers)
+        built = child.ask(each.look(), question, "the run cannot be forecast", values=each.values)
         found.append(replace(built, stage=title, share=share))
     return planned, found
 
