@@ -240,3 +240,25 @@ drivetrain report [RUN | DIR …]      one run on a page; or runs and sweeps, fi
   samples=12            on the page of one run: the worst samples, and as many others; 0 loads no model
   --out DIR             where report.html and report.csv go; else the folder of the one run, or a new one under outputs/report
 """, settings=("out",), offers=lambda words, last: runs())  # fmt: skip
+
+rehearse = measuring(
+    "rehearse",
+    "rehearse:command",
+    """\
+drivetrain rehearse [recipe=NAME] [group=option] [key=value] …     will this run survive? One of everything, small
+
+  drivetrain rehearse recipe=mine.yaml
+  drivetrain rehearse recipe=mine.yaml parallel=fsdp budget=10m
+
+With the run's own config, data and code: every sample is read, memory, time and disk are forecast; some updates, saves
+and a stop by SIGTERM; the same again; a SIGKILL and a resume, which must come to the same bits; fewer ranks where there
+are several; the checkpoints are loaded, predict, and are evaluated and exported; the trackers are reached. The runs go
+into a folder that is removed.
+
+  budget=5m             no further step begins after it
+  --out DIR             where to write, in place of a new folder below output_dir
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+
+exit codes: 0 all holds · 1 a step fails: what to set stands beside it · 2 a config that cannot be
+""",
+)

@@ -81,6 +81,7 @@ _ROWS = (
         "what makes a run faster on this machine: found by measuring, kept where it is proven",
     ),
     Verb("forecast", "drivetrain.cli.measuring:forecast", "peak memory, time and limits of a run, before it is started"),
+    Verb("rehearse", "drivetrain.cli.measuring:rehearse", "will it survive? One of everything that a run does, small, first"),
     Verb("report", "drivetrain.cli.measuring:report", "any runs in one table, one CSV and one page with plots"),
     Verb(
         "show", "drivetrain.cli.show:command",
