@@ -39,6 +39,13 @@ SCHEDULED = (
     "epochs=3",
     "updates=null",
 )  # 4 updates an epoch
+MIXED_RUN = (*SCHEDULED, MIXED)
+TEXTS = (
+    "data=stdlib", "data.max_files=40", "data.length=32", "task=language_modelling", "model=gpt", "model.width=16",
+    "model.heads=2", "model.depth=1", "model.dropout=0.1", "batch=fixed", "batch.global_batch=8", "optimizer=adamw", "epochs=1",
+    "updates=6",
+)  # fmt: skip
+LENGTHS = "stages=[{until: 2, data.length: 8}, {until: 4, data.length: 16, batch.global_batch: 8}]"
 
 
 class Here(Exception):
@@ -111,9 +118,16 @@ def test_stages_that_change_nothing_leave_the_same_run(staged: Callable[..., Sta
 
 
 @pytest.mark.parametrize(  # before a boundary within an epoch, at it, at one between epochs, and after it
-    "update", [3, *(pytest.param(update, marks=pytest.mark.slow) for update in (2, 8, 9))]
+    ("update", "words", "ends"),
+    [
+        (3, MIXED_RUN, (3, 8)),
+        *(pytest.param(update, MIXED_RUN, (3, 8), marks=pytest.mark.slow) for update in (2, 8, 9)),
+        *((update, (*TEXTS, LENGTHS), (2, 4)) for update in (1, 2)),
+    ],
 )
-def test_a_resume_around_a_boundary_equals_the_uninterrupted_run(staged: Callable[..., StagedRun], update: int) -> None:
+def test_a_resume_around_a_boundary_equals_the_uninterrupted_run(
+    staged: Callable[..., StagedRun], update: int, words: tuple[str, ...], ends: tuple[int, int]
+) -> None:
     def until(stream: Iterator[Any]) -> Iterator[Any]:
         while run.trainer.progress.updates != update:
             yield next(stream)
@@ -129,16 +143,16 @@ def test_a_resume_around_a_boundary_equals_the_uninterrupted_run(staged: Callabl
         if run.trainer.stream_watchers[-1:] != [until]:
             run.trainer.stream_watchers = [*run.trainer.stream_watchers, until]
 
-    whole = staged(*SCHEDULED, MIXED)
+    whole = staged(*words)
     whole.fit()
-    run = staged(*SCHEDULED, MIXED)
+    run = staged(*words)
     with pytest.raises(Here):
         fit(run)
-    assert run.number == (0 if update <= 3 else 1 if update <= 8 else 2)
+    assert run.number == sum(update > end for end in ends)
     weights, state = {k: v.clone() for k, v in run.trainer.model.state_dict().items()}, copy.deepcopy(run.trainer.state())
-    resumed = staged(*SCHEDULED, MIXED)
+    resumed = staged(*words)
     resumed.restore(weights, state)
-    assert resumed.number == (0 if update < 3 else 1 if update < 8 else 2)
+    assert resumed.number == sum(update >= end for end in ends)
     resumed.fit()
     assert flat(left(whole.trainer)) == flat(left(resumed.trainer))
     begun, again = ([r["update"] for r in run.writers[0] if r["event"] == "stage"] for run in (whole, resumed))
@@ -166,6 +180,37 @@ def test_each_stage_has_its_own_size_batch_and_precision(
     assert len(built) == 5  # each stage's step is built, and compiled, once
     assert run.trainer.max_updates == run.trainer.progress.updates == 14
     assert run.trainer.progress.samples == 4 * 900 + 1000
+
+
+def test_a_stage_reads_the_first_tokens_of_the_runs_own_samples(
+    staged: Callable[..., StagedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    plain = PlainStep.micro_batch
+
+    def watched(self: PlainStep, batch: Any, loss_sum: torch.Tensor) -> None:
+        seen.append((batch.x.clone(), batch.y.clone()))
+        plain(self, batch, loss_sum)
+
+    monkeypatch.setattr(PlainStep, "micro_batch", watched)
+    loaded: list[Any] = []
+    for words in ((), (LENGTHS,)):
+        run = staged(*TEXTS, *words)
+        loaded.append(run.context.loaded)
+        run.fit()
+    assert run.context.loaded is loaded[1]  # the texts are read once
+    whole, short = seen[:6], seen[6:]
+    assert [x.shape[1] for x, _ in short] == [8, 8, 16, 16, 32, 32]
+    for (x, y), (first, after) in zip(whole, short, strict=True):
+        assert torch.equal(x[:, : first.shape[1]], first)
+        assert torch.equal(y[:, : after.shape[1]], after)
+
+
+def test_lengths_of_stages_that_cannot_be_are_refused(problems: Callable[..., list[str]]) -> None:
+    assert "longer than the run's samples" in problems(*TEXTS, "stages=[{until: 2, data.length: 64}, {}]")[0]
+    assert "count whole samples" in problems(*TEXTS, "batch=bucketed", LENGTHS)[0]
+    classes = ("data=stdlib", "data.kind=class", "task=text_classification", "stages=[{until: 2, data.length: 8}, {}]")
+    assert any("gives others here" in problem for problem in problems(*classes))
 
 
 def test_frozen_parameters_stay_and_then_move_with_a_fresh_state(staged: Callable[..., StagedRun]) -> None:

@@ -24,6 +24,7 @@ from drivetrain.parallel.base import OwnGradients
 from drivetrain.parallel.pipeline_stages import PipelineStep
 from drivetrain.precision import cpu_half
 from drivetrain.precision.base import Precision
+from tests.engine.test_stages import LENGTHS, TEXTS
 from tests.parallel.test_whole_layers import stay_together
 from tests.support import slow
 
@@ -230,14 +231,20 @@ def test_each_micro_batch_of_a_pipeline_has_its_own_weight():
     assert float(total) == 3.5
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_stages_on_two_ranks_equal_those_in_one_process(ranks, tiny, tmp_path, strategy, float64):
-    """Each stage is built by both ranks, with parameters that begin to train, another batch, and an average of the weights."""
-    words = tiny(
-        "optimizer=adamw", "scheduler=cosine", "epochs=3", "updates=null", "model.hidden=[16]", "saving=none",
-        "runtime.device=cpu", "runtime.threads=1",
+STAGED = {
+    "parts": [
+        "optimizer=adamw", "scheduler=cosine", "epochs=3", "updates=null", "model.hidden=[16]",
         "stages=[{until: 1ep, model.freeze: ['layers.0.*'], batch.global_batch: 24}, {until: 2ep, ema: ema}, {clip: norm}]",
-    )  # fmt: skip
+    ],
+    "lengths": [*(word for word in TEXTS if "dropout" not in word), LENGTHS],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STAGED)
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_stages_on_two_ranks_equal_those_in_one_process(ranks, tiny, tmp_path, strategy, case, float64):
+    """Each stage is built by both ranks, with parameters that begin to train, another batch, and an average of the weights."""
+    words = tiny(*STAGED[case], "saving=none", "runtime.device=cpu", "runtime.threads=1")
 
     def work(world: World, *more: str) -> Any:
         context = RunContext(launcher.prepare([*words, *more]).run, world, tmp_path / "run")

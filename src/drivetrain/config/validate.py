@@ -107,7 +107,7 @@ def _make_stages(whole: _Made, own: bool, problems: list[str]) -> list[_Made]:
     for run in runs:
         run.stages = [Stage(m.plan.until, m.plan.changes, m.run) for m in made]
     if not problems:
-        problems += core_stages.set_batches(runs)
+        problems += [*core_stages.set_batches(runs), *core_stages.set_lengths(whole.run)]
     return made
 
 

@@ -182,7 +182,7 @@ class Data(Option, groups.Data):
     order: Sampling = "shuffled"
     # A share of the training set, a set of its own, auto (that, else a share), or several sets of these by name.
     validation: Validation | Mapping[str, object] = None
-    stage_keys: ClassVar[tuple[str, ...]] = ("size", "weights", "weights.*")
+    stage_keys: ClassVar[tuple[str, ...]] = ("size", "length", "weights", "weights.*")
     why_fixed: ClassVar[str] = "the samples and their order are one for the whole run"
     test: Any = field(init=False, default=None)  # the test set, or several by name, where the user chooses it
     # Inputs are sequences of tokens, which may differ in length; None where only the user knows.

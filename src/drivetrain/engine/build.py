@@ -49,6 +49,7 @@ from drivetrain.engine.trainer import Trainer
 from drivetrain.engine.training_log import TrainingLog
 from drivetrain.engine.update_step import ClosureStep, Passes, TwoPasses, UpdateStep, Weighed
 from drivetrain.loader import Loader, Pipeline
+from drivetrain.loader.base import FirstTokens
 from drivetrain.loss import Loss
 from drivetrain.loss.embedding import ComparingLoss
 from drivetrain.metrics import Metric
@@ -275,7 +276,8 @@ def _load_data(context: RunContext, debug: Debug, loaded: Splits | None) -> Batc
     context.batch, context.horizon = batch, _horizon(context, batch, known_before)
     steps = tuple(Augment.all_of(run)) if run.debug.augments else ()
     refuse(_cannot_augment(context, steps, context.loaded.shape))
-    drawn = loss.steps(data)
+    shortened = (FirstTokens(run.data.reads_up_to),) if run.data.reads_up_to is not None else ()
+    drawn = (*shortened, *loss.steps(data))
     about: JsonObject = {"images": data.images, "views": run.data.views, "masks": run.data.targets == "mask"}
     train = Pipeline(data.train, (*drawn, *steps), data.normalize, context.seed, data.classes, batch.pad_to, **about)
     evaluated = evaluated_sets(data, (*drawn, *(steps if run.data.views > 1 else ())), context.seed, about)

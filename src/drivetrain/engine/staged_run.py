@@ -129,7 +129,8 @@ class StagedRun:
         before, context = self.stages[self.number].run, self.context
         compiled = self.trainer.compile_seconds()
         self.number, context.run, context.resumed = number, self.stages[number].run, True
-        data = context.loaded if vars(before.data) == vars(context.run.data) else None
+        same = before.data.with_values(reads_up_to=None), context.run.data.with_values(reads_up_to=None)
+        data = context.loaded if vars(same[0]) == vars(same[1]) else None
         self._free()
         kept = build.PreviousStage(self.trainer.parallel, data, self.trainer.timer, self.trainer.callbacks)
         with _named(number):

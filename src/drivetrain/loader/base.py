@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import starmap
 from typing import Annotated, ClassVar, NamedTuple, cast
@@ -30,6 +31,7 @@ from drivetrain.core.step.source import (
     Normalizer,
     OwnCode,
     OwnCodeSource,
+    PipelineParts,
     SequenceSource,
     Source,
 )
@@ -100,6 +102,23 @@ VIEW = 8  # of the random numbers of a sample's further views
 Batch = tuple[Tree, Tree]  # inputs and targets
 ReadBatch = tuple[Tree, Tree, Request]  # and the request that they answer
 Ahead = Annotated[int, Ge(1), Le(1024)]  # batches that are read ahead
+
+
+@dataclass(frozen=True)
+class FirstTokens:
+    """The step of a stage that reads the first tokens of each text alone, as a warm-up of the sequence length does."""
+
+    most: int
+    mixes = False
+
+    def apply(
+        self, x: Tree, y: torch.Tensor, indices: torch.Tensor, pipeline: PipelineParts, request: Request
+    ) -> tuple[Tree, torch.Tensor, torch.Tensor]:
+        """Return the first tokens of inputs (n, length), which may be several, and of targets (n, length), and the indices."""
+        return trees.map_tensors(lambda each: each[:, : self.most], x), y[:, : self.most], indices
+
+    def crop_boxes(self, seed: int, epoch: int, indices: torch.Tensor) -> None:
+        """Return None: texts are read whole."""
 
 
 class Pipeline(NamedTuple):
@@ -185,7 +204,7 @@ class Pipeline(NamedTuple):
         if self.own_code is not None and (rows := trees.length(x)) != (asked := len(request.indices_to_read())):
             raise DataError(f"data.collate made {rows} rows of {asked} samples, and augment cannot know which: set augment=[]")
         values = x if self.images is None else x[self.images]
-        indices = send(request.indices_to_read(), values.device)
+        indices = send(request.indices_to_read(), trees.first(values).device)
         for step in self.steps:
             values, y, indices = step.apply(values, y, indices, self, request)
         return (values if self.images is None else {**x, self.images: values}), y

@@ -159,8 +159,13 @@ class Data:
     has_prompts = False  # samples are prompts with answers, whose tokens alone are targets
     byte_tokens = True  # a token is a byte: losses are also in bits per byte
     may_differ_in_length = False  # samples may be sequences of several lengths, other than tokens
+    reads_up_to: int | None = None  # tokens of each sample, in a stage that shortens them
     views = 1  # how many views the augmentation makes of each sample
     reads_rows = False  # `read_inputs` reads any file, and lines: they are tables
+
+    @abstractmethod
+    def with_values(self, **values: object) -> Self:
+        """Return a copy with other values of settings, or of what follows from them."""
 
     @abstractmethod
     def judging_sets(self) -> Sequence[str]:

@@ -89,6 +89,23 @@ def set_batches(runs: Sequence[RunSpec]) -> Iterator[str]:
         each.parts["batch"] = each.batch.of_stages(list(zip(starts, batches, strict=True)))
 
 
+def set_lengths(run: RunSpec) -> Iterator[str]:
+    """Let a stage with another data.length read the first tokens of the run's own samples; or tell why it cannot."""
+    whole: int | None = getattr(run.data, "length", None)
+    for number, stage in enumerate(run.stages):
+        length, setting = getattr(stage.run.data, "length", None), f"stages[{number}].data.length"
+        if length is None or whole is None or length == whole:
+            continue
+        if length > whole:
+            yield f"{setting}={length} is longer than the run's samples: set data.length={length}, and less in the other stages"
+        elif run.data.targets != "tokens" or run.data.has_prompts:
+            yield f"{setting}={length} cuts texts to be continued, and {run.named('data')} gives others here: leave it out"
+        elif run.batch.tokens or run.batch.buckets_lengths:
+            yield f"{setting}={length}: batch.tokens and batch=bucketed count whole samples: set batch=fixed batch.tokens=null"
+        else:
+            stage.run.parts["data"] = stage.run.data.with_values(length=whole, reads_up_to=length)
+
+
 def problems(run: RunSpec) -> Iterator[str]:
     """The reasons why a run cannot have these stages, as far as they are known before the data is read."""
     tried = {group: (stage.run, option) for stage in run.stages for group, option in stage.run.tried().items()}
