@@ -142,6 +142,23 @@ def test_what_belongs_together_stays_together():
     assert 0 < one_large.sum() <= 9
 
 
+def test_holding_out_of_many_names_says_how_long_it_will_take(caplog, monkeypatch):
+    """Before the first name is hashed, and how far it has come."""
+    monkeypatch.setattr(module, "MANY", 1000)
+    names = [str(n) for n in range(1005)]
+    with caplog.at_level("INFO"):
+        left = module.told(names, len(names))
+        first = next(left)
+        (before,) = caplog.messages
+        again = [first, *left]
+    assert re.search(r"1,005 names are hashed and sorted, about \d+\.\d minutes", before)
+    assert again == names
+    assert [line.split()[3] for line in caplog.messages[1:]] == [str(10 * n) for n in range(1, 11)]
+    caplog.clear()
+    assert list(module.told(names[:999], 999)) == names[:999]
+    assert not caplog.messages
+
+
 def test_a_set_that_would_be_empty_is_refused():
     with pytest.raises(UserError, match="takes 0 of 5 training samples"):
         hold_out(Tensors(torch.ones(5, 1), torch.zeros(5)), 0.2)  # all the same

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -52,6 +54,7 @@ WHOLE = {"test": "the whole file"}  # the origin of the samples of another file 
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Name = TypeVar("Name", str, bytes, str | bytes)
 P = TypeVar("P", bound="ReadSet")
 S = TypeVar("S", bound=Source)
 K = TypeVar("K")
@@ -544,9 +547,27 @@ def hash_fraction(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:8], "big") / 2**64
 
 
-def hash_fractions(names: Iterable[str]) -> np.ndarray:
-    """Return the `hash_fraction` of each name (n,)."""
-    return np.array([hash_fraction(name) for name in names])
+def hash_fractions(names: Iterable[str], count: int) -> np.ndarray:
+    """Return the `hash_fraction` of each of so many names (n,)."""
+    return np.fromiter(map(hash_fraction, told(names, count)), np.float64, count)
+
+
+MANY, TRIED = 10**7, 2**16  # names whose hashes take a while, and those that tell the pace
+
+
+def told(names: Iterable[Name], count: int) -> Iterator[Name]:
+    """Yield names that are hashed to hold some out. Of many, log before the first how long that will take, then the progress."""
+    left = iter(names)
+    if count >= MANY:
+        for tried in (1, TRIED):  # the first call prepares
+            began = time.perf_counter()
+            chosen(hash_of(map(str, range(tried))), None, 0.1)
+        minutes = (time.perf_counter() - began) / TRIED * count / 60
+        logger.info("holding samples out: %s names are hashed and sorted, about %.1f minutes", f"{count:,}", minutes)
+        for tenth in range(1, 11):
+            yield from itertools.islice(left, -(-count // 10))
+            logger.info("holding samples out: %d %% of the names are hashed", 10 * tenth)
+    yield from left
 
 
 def _expanded(given: object) -> object:
@@ -629,7 +650,7 @@ def _keys(source: Source) -> np.ndarray:
     if (names := source.identities()) is not None:
         if isinstance(names, torch.Tensor):
             return rng.keys(0, 0, names, HOLD_OUT_STREAM).numpy().astype(np.uint64)
-        return hash_of(names)
+        return hash_of(told(names, len(names)))
     if isinstance(source, Tensors) and source.device.type == "cpu":
         rows = [leaf.reshape(len(leaf), -1).contiguous().view(torch.uint8).numpy() for leaf in trees.leaves((source.x, source.y))]
         return hash_of(b"".join(parts) for parts in zip(*(map(bytes, leaf) for leaf in rows), strict=True))

@@ -285,7 +285,7 @@ class ImageFolder(PictureData, HeldOut[Images, Folders, Images]):
         return self._files(train, classes), known
 
     def fractions(self, every: Images) -> np.ndarray:
-        return hash_fractions(path[len(every.folder) :] for path in every.paths)
+        return hash_fractions((path[len(every.folder) :] for path in every.paths), len(every.paths))
 
     def read_set(self, place: str, known: Folders, split: str) -> Images:
         layout = known.layout

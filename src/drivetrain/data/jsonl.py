@@ -406,7 +406,7 @@ class Words(Jsonl):
         return self.read_set(str(self.path)), (tokenizer, self._reader())
 
     def fractions(self, every: Listed[Tagged]) -> np.ndarray:
-        return hash_fractions(" ".join(text.words) for text in every)
+        return hash_fractions((" ".join(text.words) for text in every), len(every))
 
     def read_set(self, place: str, known: Known | None = None, split: str = "") -> Listed[Tagged]:
         """Return the texts of a file that have words. Raises DataError."""

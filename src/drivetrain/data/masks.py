@@ -84,7 +84,7 @@ class Masks(ImageData, HeldOut["MaskedImages", Known, "MaskedImages"]):
         return self._found([])
 
     def fractions(self, every: MaskedImages) -> np.ndarray:
-        return hash_fractions(_name_of(image.partition("/")[2]) for image in every.paths)
+        return hash_fractions((_name_of(image.partition("/")[2]) for image in every.paths), len(every.paths))
 
     def about(self, known: Known, sources: Sequence[tuple[str, MaskedImages]], own: Splits | None) -> dict[str, object]:
         reading, doubts = known

@@ -153,7 +153,7 @@ class Stdlib(HeldOut[Listed[str], list[str], "Pieces"], TextData):
         return Listed(name for name in names if name.partition("/")[0] in packages), packages
 
     def fractions(self, every: Listed[str]) -> np.ndarray:
-        return hash_fractions(every)
+        return hash_fractions(every, len(every))
 
     def source(self, known: list[str], part: Listed[str]) -> Pieces:
         contents = [read_whole(self._folder() / name) for name in part]

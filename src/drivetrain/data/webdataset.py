@@ -84,7 +84,7 @@ class WebDataset(PictureData, HeldOut["ShardImages", None, "ShardImages"]):
         return self.read_set(str(self.train), None, "train"), None
 
     def fractions(self, every: ShardImages) -> np.ndarray:
-        return hash_fractions(every.table.names)
+        return hash_fractions(every.table.names, len(every.table.names))
 
     def read_set(self, place: str, known: None, split: str) -> ShardImages:
         cache = Path(os.path.expanduser(self.cache)) if self.cache else (user_cache() or Path(os.devnull)) / "shards"
