@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from timeit import repeat
 from typing import Any
 
@@ -184,11 +185,133 @@ def collectives() -> None:
     dist.destroy_process_group()
 
 
-TASKS: dict[str, Callable[..., None]] = {"by_hand": by_hand, "collectives": collectives}  # of a rank
+SPREAD = {
+    "fsdp": ["parallel=fsdp"],
+    "hybrid": ["parallel=fsdp", "parallel.replicate={machines}"],
+    "tensor": ["parallel=tensor", "parallel.size=8"],
+}
+RANKS, SAMPLES, AT_ONCE, LOCAL = (8, 64, 1024, 8192), (10**6, 10**7, 10**8, 10**9), 2, 8
+HELD = 65_536  # samples that are in memory, and stand for all
+TOKENS = [
+    "task=language_modelling", "model=gpt", "model.width=64", "model.heads=8", "model.depth=2", "data=synthetic",
+    "data.tokens=true", "data.classes=256", "data.shape=[16]", "data.test_samples=16", "optimizer=adamw", "scheduler=constant",
+    "saving=last",
+    "runtime.device=cpu", "runtime.threads=1", "log_every=50", "epochs=1",
+]  # fmt: skip
+
+
+def pretend(count: int) -> None:
+    """Make this process the first of so many ranks, whose collectives return at once with what they were given."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
+        values[:] = [value] * len(values)
+
+    fakes: Any = dist
+    join = dist.init_process_group
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(count), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(LOCAL)}
+    fakes.rendezvous = lambda *_, **__: iter([(FakeStore(), 0, count)])
+    fakes.init_process_group = lambda *_, **__: join("fake", store=FakeStore(), rank=0, world_size=count)
+    fakes.new_group = lambda *_, **__: dist.group.WORLD
+    fakes.all_gather_object = all_gather_object
+    fakes.gather_object = lambda value, values, **_: all_gather_object(values, value)
+    fakes.broadcast_object_list = lambda values, **_: None
+
+
+def one_of(strategy: str, ranks: str, samples: str, updates: str) -> None:
+    """Train as the first of so many ranks whose collectives return at once, and print what this rank spends, as JSON."""
+    import resource
+    import tempfile
+    from pathlib import Path
+
+    import torch
+
+    from drivetrain.core import order
+    from drivetrain.core.step.source import Subset
+    from drivetrain.core.world import World
+    from drivetrain.engine import build
+    from drivetrain.engine.context import RunContext
+    from drivetrain.launch import launcher
+
+    class Repeated(Subset):
+        """A source of as many samples as are asked for, of which this machine holds some."""
+
+        def fetch(self, indices: torch.Tensor, *options: object) -> tuple[Any, Any]:
+            return super().fetch(indices % len(self), *options)
+
+    count = int(ranks)
+    pretend(count)
+    words = [word.format(machines=count // LOCAL) for word in SPREAD[strategy]]
+    begun = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        size = [f"batch.global_batch={AT_ONCE * count}", f"updates={updates}", f"data.samples={HELD}"]
+        run = launcher.prepare([*TOKENS, *words, *size, f"output_dir={folder}"]).run
+        context = RunContext(run, World(0, count, 0, LOCAL), Path(folder) / "run")
+        trainer = build.build(context, [])
+        source = trainer.train_data.source
+        trainer.batch = trainer.batch.over(order.shuffled(int(samples)))
+        trainer.taken = trainer.train_data.reading(Repeated(source, torch.arange(len(source))))
+        built, within = time.process_time(), [0.0]
+
+        def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*given: Any) -> Any:
+                began = time.process_time()
+                try:
+                    return call(*given)
+                finally:
+                    within[0] += time.process_time() - began
+
+            return called
+
+        ends: list[tuple[float, float]] = []
+        step: Any = trainer.step
+        zero = step.zero_grad
+
+        def zero_grad() -> None:
+            zero()
+            ends.append((time.process_time(), within[0]))
+
+        step.micro_batch, step.update, step.zero_grad = timed(step.micro_batch), timed(step.update), zero_grad
+        trainer.fit()
+        saved = sum(file.stat().st_size for file in Path(folder).rglob("checkpoints/*/*"))
+        state = next(iter(Path(folder).rglob("state.pt"))).stat().st_size
+        context.on_exit.close()
+    gaps = [(b - a, inside - before_) for (a, before_), (b, inside) in pairwise(ends[2:])]
+    found = {
+        "start_s": built - begun,
+        "first_update_s": ends[0][0] - built,
+        "update_us": 1e6 * statistics.median(whole for whole, _ in gaps),
+        "own_us": 1e6 * statistics.median(whole - inside for whole, inside in gaps),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "saved_bytes": saved,
+        "state_bytes": state,
+    }
+    print(json.dumps(found))
+
+
+def spread(updates: int) -> list[dict[str, Any]]:
+    """What the first rank spends in a world of its own whose collectives cost nothing: by strategy, ranks and samples.
+
+    ddp is left out: its reducer does not run on torch's fake process group.
+    """
+    cases = [(name, ranks, SAMPLES[0]) for name in SPREAD for ranks in RANKS] + [("fsdp", RANKS[-1], n) for n in SAMPLES[1:]]
+    found = []
+    for name, ranks, samples in cases:
+        command = [sys.executable, "-m", "bench.scale", "one_of", name, str(ranks), str(samples), str(updates)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        figures = json.loads(done.stdout.strip().splitlines()[-1])
+        found.append({"strategy": name, "ranks": ranks, "samples": samples, **figures})
+        print(found[-1], flush=True)
+    return found
+
+
+TASKS: dict[str, Callable[..., None]] = {"by_hand": by_hand, "collectives": collectives, "one_of": one_of}  # of a rank
 PARTS: dict[str, Callable[[Any], Any]] = {
     "overhead": lambda given: overhead(given.rounds, given.updates),
     "traffic": lambda _: traffic(),
     "prediction": lambda given: prediction(max(1, given.rounds // 2)),
+    "spread": lambda given: spread(given.updates // 2),
 }
 
 
@@ -207,6 +330,10 @@ def main() -> None:
             if isinstance(of, dict)
         ]
         table("on 2 ranks", ("strategy", "MB an update", "× the weights"), rows)
+    if "spread" in found:
+        figures = "strategy", "ranks", "samples", "start_s", "first_update_s", "own_us", "update_us", "peak_mib", "state_bytes"
+        rows = [[f"{v:,.4g}" if isinstance(v, float) else f"{v}" for v in map(each.get, figures)] for each in found["spread"]]
+        table("the first of ranks whose collectives cost nothing", figures, rows)
     print(*(found[name].get(key) for name, key in SHOWN if name in found))
 
 

@@ -200,3 +200,15 @@ def test_a_card_has_the_memory_of_the_option_less_that_of_its_base() -> None:
     assert (found["of_mib"], found["ratio"]) == (100, [0.9, 0.8, 1.0])
     failed = cards.figures(first, Row("clip=norm", [], error="out of memory\nat a line"), cards.cards()["clip=norm"])
     assert failed == {"reason": "out of memory"}
+
+
+@pytest.mark.slow
+def test_what_a_rank_saves_does_not_grow_with_the_ranks():
+    """The short form of `python -m bench.scale --only spread`: two worlds of ranks whose collectives return at once."""
+    found = []
+    for ranks in ("8", "1024"):
+        command = [sys.executable, "-m", "bench.scale", "one_of", "fsdp", ranks, "1000000", "6"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=harness.ROOT)
+        found.append(json.loads(done.stdout.strip().splitlines()[-1]))
+    assert found[0]["state_bytes"] == found[1]["state_bytes"]
+    assert all(each["own_us"] > 0 for each in found)

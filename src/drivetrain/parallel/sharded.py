@@ -392,7 +392,7 @@ class Sharded(ProcessGroupStrategy):
 
         def gather(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
             full = self._gather_full(name, tensor)
-            return full.cpu() if is_first else None
+            return full.to("cpu", copy=True) if is_first else None  # without the padding of what was gathered
 
         weights = {name: gather(name, t) for name, t in model.state_dict().items()}
         return weights, self.with_states_of_all(self._map_state(state, gather))
