@@ -62,6 +62,7 @@ class Batch(Option, groups.Batch):
     grow_every: Count | None = None
     grow_by: Factor = 2
     grow_until: Count | None = None
+    plan: Literal["noise"] | None = None
     preallocate: bool = False
 
     def __post_init__(self) -> None:
@@ -91,6 +92,13 @@ class Batch(Option, groups.Batch):
             yield (
                 f"batch.grow_until={self.grow_until} is below batch.global_batch × batch.grow_by = "
                 f"{self.global_batch * self.grow_by}, so that nothing would grow: raise it"
+            )
+        if self.plan is not None and (self.by_length or self.grow_every or self.needs_trial or run.stages):
+            yield f"batch.plan={self.plan} plans the stages of one batch: leave out batch.tokens, batch.grow_every and stages"
+        elif self.plan is not None and (parts < 2 or run.values["epochs"] < 2):
+            yield (
+                f"batch.plan={self.plan} measures the gradient noise scale of an update's parts, and plans whole epochs: set "
+                "batch=accumulate batch.accumulation_steps=2 epochs=2, or more of them"
             )
         if self.tokens is not None and not self.takes_tokens:
             yield f"batch.tokens and {run.named('batch')} exclude each other (it finds a number of samples): set batch=accumulate"

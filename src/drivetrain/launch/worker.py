@@ -314,6 +314,10 @@ def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
             if plots.is_confusion(table):
                 trainer.log.image(name, plots.draw(table, trainer.run_dir / "images" / f"{name}.png"))
         result.data = fingerprint(trainer.train_data.source)
+        if trainer.batch.plan is not None:
+            from drivetrain.launch import batch_plan
+
+            batch_plan.write_plan(trainer.run_dir, trainer.batch, trainer.epochs)
         result.shares = trainer.evaluator.on("test").shares(staged.context.run.target_kind)
         result.remarks = result.remarks or list(_remarks(result, trainer))  # of one that has exploded there is no more to say
         for remark in result.remarks:
