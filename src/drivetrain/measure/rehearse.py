@@ -24,6 +24,7 @@ from drivetrain.core.typed import JsonMapping
 from drivetrain.launch.job import Job, prepare_run
 from drivetrain.measure import verbs
 from drivetrain.saving import checkpoint_io, manifest
+from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Sheet, Table
 from drivetrain.ui.terminal import duration
@@ -109,14 +110,14 @@ class RehearsedRun:
 
     def short_run(self) -> str:
         """Train some updates, then SIGTERM."""
-        began = time.time()
+        began = process.now()
         lines = self._train("whole", STOPPED_AT, "TERM")
         found = json.loads(lines[-1])
-        stopped = found["told"] and time.time() - found["told"]
+        stopped = found["told"] and process.now() - found["told"]
         if stopped and stopped > STOP_LIMIT_S:
             raise Wrong(f"it ended {stopped:.0f} s after SIGTERM, and clusters leave about {STOP_LIMIT_S:.0f} s: save more often")
         ended = f", and ended {stopped:.1f} s after SIGTERM" if stopped else ""
-        return f"{found['updates']} updates in {time.time() - began:.0f} s{ended}"
+        return f"{found['updates']} updates in {process.now() - began:.0f} s{ended}"
 
     def repeats(self) -> str:
         """Train to a kill, with another seed of Python's hashes."""
@@ -285,7 +286,7 @@ class _Stopper:
         """Look at the update of a record."""
         self.evaluated = self.evaluated or record["event"] == "evaluate" or record["update"] >= MOST_UPDATES
         if record["event"] == "train" and record["update"] >= self.update and self.evaluated and not self.told.exists():
-            self.told.write_text(str(time.time()), encoding="utf-8")
+            self.told.write_text(str(process.now()), encoding="utf-8")
             os.kill(self.main, self.number)
 
     def log_image(self, name: str, update: int, path: Path) -> None:
@@ -311,7 +312,7 @@ def _train(update: int, how: str, words: Sequence[str], config_dirs: Sequence[st
         when = float(told.read_text(encoding="utf-8")) if told.exists() else None
     if result.error and result.status != "interrupted":
         raise UserError(result.error)
-    print(json.dumps({"status": result.status, "updates": result.updates, "told": when}))
+    echo(json.dumps({"status": result.status, "updates": result.updates, "told": when}))
 
 
 def _data(seconds: float, words: Sequence[str], config_dirs: Sequence[str]) -> None:
@@ -329,7 +330,7 @@ def _data(seconds: float, words: Sequence[str], config_dirs: Sequence[str]) -> N
                 break
             read += len(chosen := torch.arange(first, min(first + 64, count)))
             source.fetch(chosen)
-    print(f"{read:,} of {total:,} samples were read: there was no time for more" if read < total else f"all {total:,} samples")
+    echo(f"{read:,} of {total:,} samples were read: there was no time for more" if read < total else f"all {total:,} samples")
 
 
 def _predict(folder: str) -> None:
@@ -342,7 +343,7 @@ def _predict(folder: str) -> None:
     shown = "".join(getattr(each, "html", "") for each in samples_of(reader.read(Path(folder)), 3, 3))
     if found := re.search(r"There are none: ([^<]*)", shown):
         raise UserError(found[1])
-    print("three samples of the test")
+    echo("three samples of the test")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -363,5 +364,5 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except Exception as error:
         for problem in error.problems if isinstance(error, UserError) else [f"{type(error).__name__}: {error}"]:
-            print(f"error: {problem}", file=sys.stderr)
+            echo(f"error: {problem}", file=sys.stderr)
         sys.exit(FAILED)

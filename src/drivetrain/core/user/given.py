@@ -33,8 +33,10 @@ def objects_in(overrides: Iterable[str]) -> list[str]:
     return [word for word in overrides if f"{PACKAGE}." in word.partition("=")[2]]
 
 
-def words(overrides: Sequence[str], keywords: Mapping[str, object]) -> tuple[list[str], dict[str, object]]:
+def words(overrides: Sequence[str], keywords: Mapping[str, object]) -> tuple[Sequence[str], dict[str, object]]:
     """The overrides and keywords, with names in place of objects, and trust in the packages of these. Raises UserError."""
+    if isinstance(overrides, str):  # `words_of` refuses it
+        return overrides, dict(keywords)
     settings: dict[str, object] = {}
     for key, value in keywords.items():
         if is_plain(value):

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from drivetrain.core.errors import DONE, FAILED, UserError, refuse
-from drivetrain.core.machine import files
+from drivetrain.core.machine import files, process
 from drivetrain.core.options.option import Effect
 from drivetrain.core.typed import JsonObject
 from drivetrain.measure import verbs
@@ -69,23 +69,23 @@ class Program:
         out = self.place / f"seed-{seed}"
         out.mkdir(parents=True)
         command = [word.format_map(_Slots(seed=str(seed), out=str(out), code=str(self.code))) for word in self.command]
-        began, clock, waited = time.time(), time.monotonic(), _waited_s()
+        began, clock, waited = process.now(), time.monotonic(), _waited_s()
         with open(out / "output.txt", "wb") as output:
             try:
-                process = subprocess.Popen(
+                started = subprocess.Popen(
                     command, cwd=self.cwd, env={**os.environ, "PYTHONUNBUFFERED": "1"}, stdin=subprocess.DEVNULL, stdout=output,
                     stderr=subprocess.STDOUT, start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
                 return TrainedRun(seed, 0, error=f"{command[0]} cannot be started: {error.strerror}")
             try:
-                code: int | None = process.wait(self.limit_s)
+                code: int | None = started.wait(self.limit_s)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                    os.killpg(started.pid, signal.SIGKILL)
+                started.wait()
         self.seconds[seed] = time.monotonic() - clock
         if _waited_s() - waited > WAITED * self.seconds[seed]:
             self._note("measured on a busy machine: its times say little")
@@ -410,7 +410,7 @@ def _tries(ledger: Path | None) -> int:
 def _note_try(ledger: Path, done: Compared, argv: Sequence[str]) -> None:
     """Add a comparison to the ledger."""
     verdicts = {done.programs[n].label: [v.differs, v.outcome] for n, v in done.trial.verdicts.items()}
-    line = {"time": time.time(), "command": list(argv), "metric": done.metric.given, "alpha": done.alpha, "verdicts": verdicts}
+    line = {"time": process.now(), "command": list(argv), "metric": done.metric.given, "alpha": done.alpha, "verdicts": verdicts}
     with open(ledger, "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
