@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -14,6 +13,7 @@ from drivetrain.batch.base import Batch
 from drivetrain.core.machine import files
 from drivetrain.core.typed import JsonObject
 from drivetrain.recipe import write
+from drivetrain.run import records
 
 NAME = "planned.yaml"
 logger = logging.getLogger(__name__)
@@ -34,16 +34,18 @@ def stages(noise: Sequence[tuple[int, float]], epochs: int, smallest: int, most:
 
 
 def write_plan(run_dir: Path, batch: Batch, epochs: int) -> None:
-    """Write the run's recipe with these stages beside it, and log which they are."""
-    records = map(json.loads, (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    noise = [(int(r["epoch"]), float(r["noise_scale"])) for r in records if r["event"] == "train" and r.get("noise_scale")]
+    """Write the run's recipe with these stages beside it, and log which they are, where the batch asks for it."""
+    if batch.plan is None:
+        return
+    found = records.read(run_dir / "metrics.jsonl").records
+    noise = [(int(r["epoch"]), float(r["noise_scale"])) for r in found if r["event"] == "train" and r.get("noise_scale")]
     planned = stages(noise, epochs, batch.global_batch, batch.order.length)
     section: list[JsonObject] = []
     for end, size in planned:
         steps = batch.accumulation_steps * size // batch.global_batch
         split = {"batch.accumulation_steps": steps} if batch.accumulation_steps > 1 else {}
         section.append({**({"until": f"{end}ep"} if end < epochs else {}), "batch.global_batch": size, **split})
-    recipe = re.sub(r"(?m)^(  plan: noise|hash: .*)\n", "", (run_dir / "recipe.yaml").read_text(encoding="utf-8"))
+    recipe = re.sub(r"(?m)^(  plan: noise|hash: .*)\n", "", files.read_text(run_dir / "recipe.yaml"))
     files.write_text(run_dir / NAME, write.with_section(recipe, write.block({"stages": section})))
     told = ", ".join(f"{size:,} samples to epoch {end}" for end, size in planned)
     logger.info("batch.plan=noise: %s, by %d records: recipe=%s", told, len(noise), run_dir / NAME)

@@ -75,17 +75,15 @@ def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor],
     here = parallel.gather_object(checkpoint.is_dir())
     if parallel.broadcast_object(all(here)):
         return checkpoint_io.load(checkpoint, parallel)
-    found: Any = None
+    loaded: Any = None
     if parallel.world.rank == 0:
         try:
-            found = checkpoint_io.load(checkpoint)
+            loaded = checkpoint_io.load(checkpoint)
         except Exception as error:  # all ranks raise it: the others would wait for what rank 0 does not send
-            found = error
-    found = parallel.broadcast_object(found)
-    if isinstance(found, Exception):
-        raise found
-    loaded: tuple[dict[str, torch.Tensor], JsonObject] = found
-    return loaded
+            loaded = error
+    if isinstance(loaded := parallel.broadcast_object(loaded), Exception):
+        raise loaded
+    return loaded  # type: ignore[no-any-return]
 
 
 def _attempt(parallel: Parallel, work: Callable[[], object]) -> tuple[Any, Exception | None, str | None]:
@@ -308,16 +306,14 @@ def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
     evaluate_kept(staged, result, trainer.run_dir)
     if trainer.parallel.world.rank == 0:
         from drivetrain.data.base import fingerprint
+        from drivetrain.launch.batch_plan import write_plan
 
         # Confusion matrices are shown in the loggers that take pictures.
         for name, table in plots.of_result(result.tables)[1].items():
             if plots.is_confusion(table):
                 trainer.log.image(name, plots.draw(table, trainer.run_dir / "images" / f"{name}.png"))
         result.data = fingerprint(trainer.train_data.source)
-        if trainer.batch.plan is not None:
-            from drivetrain.launch import batch_plan
-
-            batch_plan.write_plan(trainer.run_dir, trainer.batch, trainer.epochs)
+        write_plan(trainer.run_dir, trainer.batch, trainer.epochs)
         result.shares = trainer.evaluator.on("test").shares(staged.context.run.target_kind)
         result.remarks = result.remarks or list(_remarks(result, trainer))  # of one that has exploded there is no more to say
         for remark in result.remarks:
