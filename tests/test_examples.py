@@ -382,7 +382,7 @@ COMMAND = re.compile(r"^    (python -m src\.train|drivetrain (?:train|compare|sh
 # What only a reader's machine has: photographs, a packed folder, shards, runs, a recipe, an installed plugin.
 READERS_OWN = (
     r"is no directory|is no packed folder|are not there|is no run's directory|recipe=mine is not known"
-    r"|recipe=(./mine|RUN/recipe).yaml: there is no such file"
+    r"|recipe=(./mine|RUN/recipe|RUN/planned).yaml: there is no such file"
     r"|(sign_sgd|fp64) is no option|is no file|has no folder (images|masks)"
 )
 

@@ -17,7 +17,7 @@ from drivetrain.config import catalog, schema
 from drivetrain.core.options.option import Option
 from drivetrain.core.user.code import import_name
 
-MEASURED = ("ablate-cpu.json", "ablate-text-cpu.json", "gpu-speed-h200.json")  # comparisons of one override with a baseline
+MEASURED = ("ablate-cpu.json", "ablate-text-cpu.json")  # comparisons of one override with a baseline
 EFFECTS = {
     "exact": "exact, the same numbers as without it",
     "close": "close, the same mathematics",
