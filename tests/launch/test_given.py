@@ -164,7 +164,10 @@ def test_packages_of_names_are_trusted_beside_others(module):
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
-        ({"optimizer": torch.optim.SGD}, "optimizer=type is an object: model, loss, data, metrics, callbacks alone"),
+        (
+            {"optimizer": torch.optim.SGD},
+            "optimizer takes no object (SGD), but a name, as optimizer=NAME: model, loss, data, metrics, callbacks take objects",
+        ),
         ({"data": (1, Rows(0, 9), 3, 4)}, "data takes (training set, test set)"),
         ({"metrics": [hits, Net]}, "make it an object, as Net()"),
         ({"metrics": ["accuracy", object()]}, "what can be called as a function, not object"),

@@ -44,7 +44,9 @@ def words(overrides: Sequence[str], keywords: Mapping[str, object]) -> tuple[Seq
         elif key in _SETTINGS:
             settings |= _SETTINGS[key](value)
         else:
-            raise UserError(f"{key}={type(value).__name__} is an object: {', '.join(_SETTINGS)} alone take objects for names")
+            raise UserError(
+                f"{key} takes no object ({_plain_name(value)}), but a name, as {key}=NAME: {', '.join(_SETTINGS)} take objects"
+            )
     packages = set()
 
     def named(value: object) -> object:
