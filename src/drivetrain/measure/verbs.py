@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -64,6 +65,12 @@ def origin(command: Sequence[str], about: dict[str, object]) -> list[Section]:
     """The command that repeats a measurement, and the environment in which it ran."""
     again = commands(shlex.join(["drivetrain", *command]))
     return [*under("How to reproduce it", again), *under("Where it ran", machine(about))]
+
+
+def seconds(text: str) -> float | None:
+    """The seconds of a time such as 90s, 5m or 2h; None where it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text)
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2] or "s"] if found else None
 
 
 T = TypeVar("T")

@@ -105,6 +105,47 @@ def test_revisions_of_the_code_are_compared_in_worktrees(place, capsys, monkeypa
     assert "nowhere" in capsys.readouterr().err
 
 
+NET = """
+import torch
+
+class Net(torch.nn.Sequential):
+    def __init__(self, shape, classes, width=WIDTH):
+        super().__init__(torch.nn.Flatten(), torch.nn.LazyLinear(width), torch.nn.ReLU(), torch.nn.Linear(width, classes))
+        self(torch.zeros(1, *shape))
+"""
+OWN_RUN = (
+    "model=own",
+    "model.target=nets_of_tests.Net",
+    "trust=[nets_of_tests]",
+    "epochs=2",
+    "runtime.device=cpu",
+    "optimizer.lr=0.01",
+)
+
+
+@pytest.mark.slow
+def test_a_run_of_drivetrain_is_compared_by_revisions_of_its_code(place, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(place)
+    for width, message in ((2, "one"), (64, "two")):
+        (place / "nets_of_tests.py").write_text(NET.replace("WIDTH", str(width)))
+        for words in (("init",), ("add", "nets_of_tests.py"), ("commit", "-m", message)):
+            subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=place, check=True, capture_output=True)
+    assert compare("--code", "HEAD~1", "--code", "HEAD", *OWN_RUN, "quality=true", "seeds=3", "max_seeds=3") == 0
+    assert "HEAD: BETTER, as good: PASS; better by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "of_set"), [((), "validation"), (("data.validation=null",), "test")])
+def test_the_figure_of_a_run_of_drivetrain_is_what_it_is_judged_by(words, of_set, place, monkeypatch):
+    monkeypatch.syspath_prepend(place)
+    subprocess.run(["git", "init"], cwd=place, check=True, capture_output=True)
+    options = programs.of_own_run(programs.Options(code=["a", "b"]), ["model=mlp", *words], [])
+    assert list(options.problems()) == []
+    assert options.metric == f"{{out}}/*/*/result.json:metrics.{of_set}.final.accuracy"
+    assert options.higher
+    assert f"{place}:" not in str(options.program), "a module that a revision has not is not the checkout's"
+    assert FigureSource(str(options.metric), True).name == "accuracy"
+
+
 def test_a_ledger_makes_each_further_try_harder_and_what_is_held_out_is_read_at_the_end(place, capsys):
     held = ("--holdout-metric", r"epoch 0: val_acc: ([\d.]+)")
     levels = []

@@ -35,7 +35,7 @@ class FigureSource:
     def name(self) -> str:
         """What it is called in tables: the key, or the first word of the pattern."""
         if OF_FILE.fullmatch(self.given):
-            return self.given.rpartition(":")[2]
+            return re.split("[:.]", self.given)[-1]
         return next(iter(re.findall(r"[A-Za-z]\w*", self.given)), self.given)
 
     def problems(self, option: str) -> Iterator[str]:

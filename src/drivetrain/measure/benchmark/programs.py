@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -44,7 +43,6 @@ from drivetrain.ui.terminal import duration
 
 NOT_AS_GOOD, UNDECIDED = 4, 5  # exit codes
 OF_SHELL = {"&&", "||", "|", ";", ">", ">>", "<", "2>&1", "&"}
-SECONDS = {"s": 1, "m": 60, "h": 3600}
 MOST_OUTPUT = 64 * files.MB  # of a program's output that is read
 WAITED = 0.1  # the share of a run's time that it waited for a core, from which on the machine is said to be busy
 
@@ -209,29 +207,29 @@ class Options:
         if wrong := [word for word in template if word in OF_SHELL]:
             yield f"--program is run by no shell, and {wrong[0]} has no effect: write \"bash -c '…'\""
         for option, text in (("--budget", self.budget), ("--limit", self.limit)):
-            if text is not None and _seconds(text) is None:
+            if text is not None and verbs.seconds(text) is None:
                 yield f"{option} {text} is no time: give one such as 90s, 30m or 2h"
         for option, text in (("--metric", self.metric), ("--holdout-metric", self.holdout_metric)):
             if text:
                 yield from FigureSource(text, self.higher).problems(option)
 
 
-def _seconds(text: str | None) -> float | None:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text or "")
-    return float(found[1]) * SECONDS[found[2] or "s"] if found else None
-
-
 def of_own_run(options: Options, overrides: Sequence[str], config_dirs: Sequence[str]) -> Options:
     """The options that compare a drivetrain run of these overrides, as of several revisions of its code. Raises UserError."""
     from drivetrain.core.options.selection import selected
+    from drivetrain.data.base import Data
     from drivetrain.launch.job import prepare
 
     chosen = prepare(overrides, config_dirs).run
-    metric, of_set = selected(chosen).across_runs, "test" if chosen.values["data"].get("validation", 0) is None else "validation"
+    metric, of_set = selected(chosen).across_runs, "test" if Data.of(chosen).validation is None else "validation"
     folders = [word for folder in config_dirs for word in ("--config-dir", str(folder))]
-    train = [sys.executable, "-m", "drivetrain", "train", "-q", *folders, *overrides]
-    program = f"env PYTHONPATH={{code}} {shlex.join(train)} runtime.seed={{seed}} output_dir={{out}}"
-    given = f"{{out}}/*/*/result.json:metrics.{of_set}.best.{metric.name}"
+    train = shlex.join([*process.command("drivetrain"), "train", "-q", *folders, *overrides])
+    top = Path(_git("rev-parse", "--show-toplevel", cwd=Path.cwd()))
+    others = [Path(each) for each in process.import_path().split(os.pathsep)]  # the checkout's own modules are of no revision
+    found = [str(each) for each in others if not each.is_relative_to(top) or "site-packages" in each.parts]
+    path = os.pathsep.join(["{code}", "{code}/src", *found])
+    program = f"env {shlex.quote(f'PYTHONPATH={path}')} {train} runtime.seed={{seed}} output_dir={{out}}"
+    given = f"{{out}}/*/*/result.json:metrics.{of_set}.final.{metric.name}"
     return replace(options, program=program, metric=given, higher=metric.maximize, lower=not metric.maximize)
 
 
@@ -324,7 +322,7 @@ def run(options: Options, plan: QualitySettings, argv: Sequence[str]) -> Compare
     metric = FigureSource(str(options.metric), options.higher, options.pick)
     tries = _tries(options.ledger)
     alpha = ALPHA / ((tries + 1) * (tries + 2)) if options.ledger is not None else ALPHA
-    budget, began, notes = _seconds(options.budget), time.monotonic(), list[str]()
+    budget, began, notes = verbs.seconds(options.budget or ""), time.monotonic(), list[str]()
     held = [FigureSource(options.holdout_metric, options.higher, options.pick)] if options.holdout_metric else []
     with ExitStack() as stack, Steps() as progress:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="drivetrain")))
@@ -367,7 +365,7 @@ def run(options: Options, plan: QualitySettings, argv: Sequence[str]) -> Compare
 
 def _programs(options: Options, metric: FigureSource, folder: Path, stack: ExitStack, notes: list[str]) -> Iterator[Program]:
     """Each revision with each variant."""
-    here = Path.cwd()
+    here, limit_s = Path.cwd(), verbs.seconds(options.limit or "")
     places = stack.enter_context(worktrees(options.code, folder, notes)) if options.code else [here]
     top = Path(_git("rev-parse", "--show-toplevel", cwd=here)) if options.code else None
     for name, place in zip(options.code or [""], places, strict=True):
@@ -381,7 +379,7 @@ def _programs(options: Options, metric: FigureSource, folder: Path, stack: ExitS
                 metric,
                 *([FigureSource(options.holdout_metric, options.higher, options.pick)] if options.holdout_metric else []),
             ]
-            yield Program(label, command, metrics, cwd, folder / f"{place.name}-{number}", place, top, _seconds(options.limit))
+            yield Program(label, command, metrics, cwd, folder / f"{place.name}-{number}", place, top, limit_s)
 
 
 def _filled(word: str, variant: str) -> list[str]:
