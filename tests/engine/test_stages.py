@@ -22,9 +22,9 @@ from drivetrain.engine.trainer import Trainer
 from drivetrain.inference import evaluation, finished
 from drivetrain.launch import job as jobs
 from drivetrain.launch import launcher
+from drivetrain.measure.rehearse import flat
 from drivetrain.run import reader, recipe_file
 from tests.conftest import Sink
-from tests.support.same_end import flat
 
 Words = Callable[..., list[str]]
 MIXED = (

@@ -1,11 +1,11 @@
 """A rehearsal finds what would end a long run, or make its resume another one: planted faults, each with what names it."""
 
 import json
-import sys
 
 import pytest
 
 from drivetrain.cli import main
+from drivetrain.measure import rehearse
 from tests.support import command
 
 FAULTS = """
@@ -107,28 +107,30 @@ def test_a_run_that_will_survive(tmp_path):
     found = rehearsed(tmp_path)
     assert wrong(found) == {}
     assert found["every sample can be read"] == ("✔", "all 128 samples")
-    assert found["killed, and gone on with to the same bits"] == ("✔", "bit for bit, at 8")
-    assert found["its trackers are reached"] == ("–", "it has none")
+    mark, said = found["killed and resumed, it computes the same bits"]
+    assert (mark, said.rpartition(" ")[0]) == ("✔", "bit for bit, at update")
+    assert int(said.rpartition(" ")[2]) > rehearse.KILLED_AT + 1  # what was computed after the kill
+    assert found["its trackers can be reached"] == ("–", "it has none")
     assert [mark for mark, _ in found.values()].count("–") == 2
 
 
 @pytest.mark.parametrize(
     ("words", "dataset", "step", "says"),
     [
-        ((), "Entropy", "the same again, in another process", "values differ"),
+        ((), "Entropy", "another process computes the same bits", "values differ"),
         ((), "Unreadable", "every sample can be read", "the last file is cut off"),
-        (("loss=own", "loss.target=planted.Loss"), "Rows", "killed, and gone on with to the same bits", "values differ"),
+        (("loss=own", "loss.target=planted.Loss"), "Rows", "killed and resumed, it computes the same bits", "values differ"),
         (
             ("callbacks=[planted.Watch]",),
             "Rows",
-            "updates, evaluations and saves, until it is told to stop",
+            "it trains, evaluates, saves, and stops when told",
             "no figure of that name",
         ),
-        (("model=own", "model.target=planted.Net"), "Rows", "it is exported", ""),
+        (("model=own", "model.target=planted.Net"), "Rows", "it can be exported", ""),
         (
             ("model=own", "model.target=planted.Fails"),
             "Rows",
-            "updates, evaluations and saves, until it is told to stop",
+            "it trains, evaluates, saves, and stops when told",
             "only in an evaluation",
         ),
     ],
@@ -146,11 +148,8 @@ def test_what_cannot_be_rehearsed_is_refused(tmp_path, capsys):
 
 
 def test_where_no_time_is_left_steps_are_not_begun(tmp_path, monkeypatch, capsys):
-    from drivetrain.measure import rehearse
-
     monkeypatch.setattr(rehearse.RehearsedRun, "data", lambda self: "x")
     ticks = iter(range(0, 100_000, 50))
     monkeypatch.setattr(rehearse.time, "monotonic", lambda: next(ticks))
     assert main.main(["rehearse", "model=mlp", "runtime.device=cpu", "budget=10s"]) in (0, 1)
     assert "no time was left (budget=10s)" in capsys.readouterr().out
-    assert sys.version_info >= (3, 11)

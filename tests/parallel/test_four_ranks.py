@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from drivetrain.core.world import World
+from drivetrain.measure.rehearse import flat
 from tests.parallel.test_whole_layers import stay_together
-from tests.support.same_end import flat
 
 BASE = ["parallel=ddp", "parallel.nproc=4", "runtime.device=cpu", "runtime.threads=1", "saving=none", "updates=5"]
 CASES = {

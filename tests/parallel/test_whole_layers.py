@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from drivetrain.core.machine import files
 from drivetrain.core.world import World
 from drivetrain.launch import worker
+from drivetrain.measure.rehearse import flat
 from drivetrain.parallel.sharded import WholeWeights, parts_of
 from drivetrain.saving import checkpoint_io
-from tests.support.same_end import flat
 
 VIT = [
     "model=timm", "model.name=vit_tiny_patch16_224", "data.shape=[3,8,8]",

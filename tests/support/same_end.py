@@ -7,23 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
+from drivetrain.measure.rehearse import flat
 from drivetrain.run.result import Result
 from tests.support.command import losses, records, result, weights
 
 RESULT = ("status", "error", "metrics", "updates", "epochs", "world_size", "config_hash")
-
-
-def flat(state: Any, prefix: str = "") -> dict[str, Any]:
-    """A saved state as dotted names → numbers, texts and bytes."""
-    import torch
-
-    if isinstance(state, torch.Tensor):
-        return {prefix: (str(state.dtype), tuple(state.shape), state.contiguous().flatten().view(torch.uint8).numpy().tobytes())}
-    if isinstance(state, dict):
-        return {k: v for key, value in state.items() for k, v in flat(value, f"{prefix}.{key}").items()}
-    if isinstance(state, list | tuple):
-        return flat(dict(enumerate(state)), prefix)
-    return {prefix: state}
 
 
 def saved(run_dir: Path) -> dict[str, Any]:

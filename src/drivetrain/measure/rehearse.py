@@ -37,7 +37,6 @@ SAVE_EVERY, KILLED_AT, STOPPED_AT = 2, 5, 7  # updates
 MOST_UPDATES = 16  # while there was no evaluation yet
 STOP_LIMIT_S = 30.0  # from the signal until the run has saved and ended: what most clusters leave at least
 READ_SHARE = 0.2  # of the time, for reading samples
-OF_LOGGERS = re.compile(r"wandb|mlflow|tensorboard|aim|comet|neptune", re.I)
 
 
 @dataclass
@@ -72,15 +71,15 @@ class RehearsedRun:
         """Yield what is done, in order."""
         yield "every sample can be read", self.data
         yield "it fits the device's memory", self.memory
-        yield "updates, evaluations and saves, until it is told to stop", self.short_run
-        yield "the same again, in another process", self.repeats
-        yield "killed, and gone on with to the same bits", self.resumes
-        yield "gone on with on another number of ranks", self.other_ranks
+        yield "it trains, evaluates, saves, and stops when told", self.short_run
+        yield "another process computes the same bits", self.repeats
+        yield "killed and resumed, it computes the same bits", self.resumes
+        yield "it resumes on fewer ranks", self.other_ranks
         yield "the disk holds its checkpoints", self.disk
-        yield "the best and the last checkpoint are loaded and predict", self.predicts
-        yield "it is evaluated", lambda: self.verb("evaluate", str(self.run("whole")))
-        yield "it is exported", lambda: self.verb("export", str(self.run("whole")), str(self.place / "model.pt2"))
-        yield "its trackers are reached", self.trackers
+        yield "its checkpoints load and predict", self.predicts
+        yield "it can be evaluated", lambda: self.verb("evaluate", str(self.run("whole")))
+        yield "it can be exported", lambda: self.verb("export", str(self.run("whole")), str(self.place / "model.pt2"))
+        yield "its trackers can be reached", self.trackers
 
     def run(self, name: str) -> Path:
         """The folder of a small run. Raises NotAsked where it left nothing."""
@@ -133,19 +132,19 @@ class RehearsedRun:
     def _same(self, name: str) -> str:
         """Compare the newest checkpoint that two runs have of the same update. Raises Wrong where they differ."""
         ours, theirs = ({each.name: each for each in manifest.checkpoints(self.run(of))} for of in (name, "whole"))
-        if not (common := sorted(ours.keys() & theirs.keys())):
-            raise NotAsked("there is no checkpoint of the same update: set saving=last")
-        update = common[-1]
-        one, other = (_flat(list(checkpoint_io.load(of[update]))) for of in (ours, theirs))
-        different = [key for key in {*one, *other} if one.get(key) != other.get(key)]
-        if different:
-            what = sorted(different, key=lambda key: (key.startswith(".1"), key))[0]
+        if not (common := [each for each in theirs if each in ours]):
+            raise NotAsked(
+                "they kept no checkpoint of the same update: the next step compares the end" if theirs else "it saves nothing"
+            )
+        update = max(common, key=int)
+        one, other = (flat(dict(zip(("weights", "state"), checkpoint_io.load(of[update]), strict=True))) for of in (ours, theirs))
+        if different := [key for key in {**other, **one} if one.get(key) != other.get(key)]:
             raise Wrong(
-                f"at {update} {len(different)} of {len(other)} values differ, such as {what.lstrip('.01')}: something draws "
-                "or keeps what no checkpoint has, as a Dataset, a loss or a callback without state_dict, random numbers of the "
+                f"at update {update} {len(different)} of {len(other)} values differ, such as {different[0]}: something draws or "
+                "keeps what no checkpoint has, as a Dataset, a loss or a callback without state_dict, random numbers of the "
                 "system, the order of a set. `drivetrain certify` finds the phase"
             )
-        return f"bit for bit, at {update}"
+        return f"bit for bit, at update {update}"
 
     def other_ranks(self) -> str:
         """Go on with half of the ranks."""
@@ -153,7 +152,7 @@ class RehearsedRun:
         if ranks < 2:
             raise NotAsked("it has one rank")
         shutil.copytree(self.run("whole"), self.place / "fewer")
-        self._train("fewer", STOPPED_AT + 2, "TERM", f"parallel.nproc={ranks // 2}", resume=True)
+        self._train("fewer", STOPPED_AT + 2, "TERM", f"parallel.nproc={ranks // 2}", "resume_changed=true", resume=True)
         return f"from {ranks} to {ranks // 2}"
 
     def disk(self) -> str:
@@ -175,7 +174,7 @@ class RehearsedRun:
         return self._child("predict", str(self.run("whole")))[-1]
 
     def verb(self, *words: str) -> str:
-        """Run another verb on the small run. Raises Wrong with its error, NotAsked where a rule refuses it."""
+        """Run another verb on the small run. Raises Wrong with its error."""
         lines = self._run([*process.command("drivetrain"), *words])
         return next((line for line in reversed(lines) if line.strip()), "")
 
@@ -184,8 +183,7 @@ class RehearsedRun:
         names = [name for name in self.job.run.names("logger") if name != "files"]
         if not names:
             raise NotAsked("it has none")
-        said = [line for line in self.said if any(name in line for name in names) or OF_LOGGERS.search(line)]
-        if said:
+        if said := [line for line in self.said if line.startswith(tuple(f"logger={name} " for name in names))]:
             raise Wrong(said[0])
         return ", ".join(names)
 
@@ -219,20 +217,23 @@ class RehearsedRun:
         return done.stdout.splitlines() or [""]
 
 
-def _flat(value: object, prefix: str = "") -> dict[str, object]:
-    """A saved state as dotted names → bytes and numbers."""
+def flat(value: object, prefix: str = "") -> dict[str, object]:
+    """Return a saved state as dotted names → numbers, texts, and of tensors the type, shape and bytes."""
     if isinstance(value, torch.Tensor):
-        return {prefix: value.contiguous().flatten().view(torch.uint8).numpy().tobytes()}
+        return {prefix: (str(value.dtype), tuple(value.shape), value.contiguous().flatten().view(torch.uint8).numpy().tobytes())}
     if isinstance(value, Mapping):
-        return {key: each for name, inner in value.items() for key, each in _flat(inner, f"{prefix}.{name}").items()}
+        names = {f"{prefix}.{name}".lstrip("."): each for name, each in value.items()}
+        return {key: each for name, inner in names.items() for key, each in flat(inner, name).items()}
     if isinstance(value, list | tuple):
-        return _flat(dict(enumerate(value)), prefix)
-    return {prefix: repr(value)}
+        return flat(dict(enumerate(value)), prefix)
+    return {prefix: value}
 
 
 def rehearse(words: Sequence[str], config_dirs: Sequence[str], settings: RehearseSettings) -> tuple[RehearsedRun, Sheet]:
     """Rehearse a run. Raises UserError for a config that cannot be."""
-    job, seconds = prepare_run([*words], config_dirs), _seconds(settings.budget)
+    if (seconds := verbs.seconds(settings.budget)) is None:
+        raise UserError(f"budget={settings.budget} is no time: give one such as 90s, 5m or 1h")
+    job = prepare_run([*words], config_dirs)
     with tempfile.TemporaryDirectory(prefix="drivetrain") as folder, Steps() as progress:
         found = RehearsedRun(job, words, config_dirs, Path(folder), time.monotonic() + seconds)
         for step, work in found.steps():
@@ -254,13 +255,6 @@ def rehearse(words: Sequence[str], config_dirs: Sequence[str], settings: Rehears
         prose=("found",),
     )  # fmt: skip
     return found, Sheet("Will it survive? – drivetrain rehearse", answer, [table])
-
-
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
-    if found is None:
-        raise UserError(f"budget={text} is no time: give one such as 90s, 5m or 1h")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2] or "s"]
 
 
 def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
@@ -325,7 +319,7 @@ def _data(seconds: float, words: Sequence[str], config_dirs: Sequence[str]) -> N
     for source in sources.values():
         count = len(source)
         total += count
-        for first in [*range(0, count, 64)][:: -1 if source is not data.train else 1]:
+        for first in range(0, count, 64):
             if time.monotonic() > until:
                 break
             read += len(chosen := torch.arange(first, min(first + 64, count)))
