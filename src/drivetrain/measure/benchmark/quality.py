@@ -126,7 +126,7 @@ class _Evidence:
         if not math.isfinite(error) or math.isnan(beyond):
             return 1.0, 1.0
         if self.uncertain:
-            return _least_level(-beyond, error, self.uncertain, n, 1), _least_level(beyond, error, self.uncertain, n, -1)
+            return _p_beyond_margin(-beyond, error, self.uncertain, n, 1), _p_beyond_margin(beyond, error, self.uncertain, n, -1)
         if error == 0:
             return (0.0, 1.0) if beyond <= 0 else (1.0, 0.0)
         return float(stdtr(n - 1, beyond / error)), float(stdtr(n - 1, -beyond / error))
@@ -140,11 +140,12 @@ class _Evidence:
         return f"{self.figure.name} {in_words(*mean(self.worse_by, confidence))}, {decides}"
 
 
-def _least_level(gap: float, error: float, deviations: float, count: int, side: int) -> float:
-    """The level from which on a gap between a mean difference and a margin of measured deviations is beyond doubt; at most 1.
+def _p_beyond_margin(gap: float, error: float, deviations: float, count: int, side: int) -> float:
+    """The p-value of a mean difference that lies `gap` beyond a margin which was measured too; 1 where the gap is none.
 
-    The one-sided limits of both are joined as of independent quantities (MOVER, Zou & Donner 2008). `error` is the mean's, and
-    `side` 1 where the margin may be smaller than it was measured, -1 where it may be larger.
+    The one-sided limits of the difference and of the margin are joined as of independent quantities (MOVER, Zou & Donner 2008).
+    `error` is the standard error of the difference, `deviations` the margin, from a standard deviation over `count` seeds.
+    `side` is 1 where a smaller margin would spoil the answer (a PASS), -1 where a larger one would (a FAIL).
     """
     from scipy.special import chdtri, stdtrit
 
