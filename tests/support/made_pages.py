@@ -24,7 +24,7 @@ from drivetrain.measure.certify.judge import Trace, TracedTensor
 from drivetrain.measure.intervals import Interval
 from drivetrain.measure.profile.attribution import CodeLine
 from drivetrain.measure.profile.doctor import Diagnosis, Problem
-from drivetrain.measure.profile.doctor import sheet as doctor_sheet
+from drivetrain.measure.profile.doctor import sheet_of as doctor_sheet
 from drivetrain.measure.profile.step import Turn
 from drivetrain.measure.tune import tune
 from drivetrain.measure.tune.range_test import RangeTest
@@ -141,7 +141,7 @@ def certified() -> str:
     key = (1, "weights", HOSTILE)
     traces = [Trace({key: TracedTensor(np.array([value]), 1e-7, (1,))}, unseen=[HOSTILE]) for value in (1.1, 1.0)]
     verdict = judge.judge(*traces, judge.Floors())
-    return certify.sheet(certify.Certified(verdict, *traces, 2.0**-24, [("optimizer.lr", "0.1", HOSTILE)])).page()
+    return certify.sheet_of(certify.Certified(verdict, *traces, 2.0**-24, [("optimizer.lr", "0.1", HOSTILE)])).page()
 
 
 def data(folder: Path) -> str:
@@ -167,11 +167,11 @@ def every(folder: Path) -> dict[str, str]:
         "run": sheet_of([runs[1]]).page(),
         "failed run": sheet_of([failed]).page(),
         "report": sheet_of(runs).page(),
-        "compare": compare.sheet(comparison()).page(),
+        "compare": compare.sheet_of(comparison()).page(),
         "ablate": compare.ablation_sheet("fast", HOSTILE, both).page(),
-        "tune": tune.sheet(tuning, "precision=bf16 makes it faster", ["drivetrain train"], tested).page(),
+        "tune": tune.sheet_of(tuning, "precision=bf16 makes it faster", ["drivetrain train"], tested).page(),
         "doctor": doctors(),
-        "bisect": bisect.sheet(bisected(), 9.0).page(),
+        "bisect": bisect.sheet_of(bisected(), 9.0).page(),
         "certify": certified(),
         "data": data(folder),
     }

@@ -24,9 +24,9 @@ from drivetrain.core.typed import JsonMapping
 from drivetrain.launch.job import Job, prepare_run
 from drivetrain.measure import verbs
 from drivetrain.saving import checkpoint_io, manifest
+from drivetrain.ui import sheet
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
-from drivetrain.ui.sheet import Sheet, Table
 from drivetrain.ui.terminal import duration
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def flat(value: object, prefix: str = "") -> dict[str, object]:
     return {prefix: value}
 
 
-def rehearse(words: Sequence[str], config_dirs: Sequence[str], settings: RehearseSettings) -> tuple[RehearsedRun, Sheet]:
+def rehearse(words: Sequence[str], config_dirs: Sequence[str], settings: RehearseSettings) -> tuple[RehearsedRun, sheet.Sheet]:
     """Rehearse a run. Raises UserError for a config that cannot be."""
     if (seconds := verbs.seconds(settings.budget)) is None:
         raise UserError(f"budget={settings.budget} is no time: give one such as 90s, 5m or 1h")
@@ -250,19 +250,19 @@ def rehearse(words: Sequence[str], config_dirs: Sequence[str], settings: Rehears
             found.rows.append((mark, step, said.replace(folder, "…"), time.monotonic() - began))
     wrong = [step for mark, step, *_ in found.rows if mark == BAD]
     answer = f"{len(wrong)} of {len(found.rows)} would fail: {'; '.join(wrong)}" if wrong else "nothing stands in its way"
-    table = Table(
+    table = sheet.Table(
         ["", "step", "found", "took"], [[mark, step, said, duration(took)] for mark, step, said, took in found.rows], "The steps",
         prose=("found",),
     )  # fmt: skip
-    return found, Sheet("Will it survive? – drivetrain rehearse", answer, [table])
+    return found, sheet.Sheet("Will it survive? – drivetrain rehearse", answer, [table])
 
 
 def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain rehearse`; its exit code: 0 only if all holds."""
     settings, words = verbs.split(argv, RehearseSettings)
-    found, sheet = rehearse(words, config_dirs, settings)
+    found, page = rehearse(words, config_dirs, settings)
     rows = [dict(zip(("mark", "step", "found", "seconds"), row, strict=True)) for row in found.rows]
-    verbs.leave(found.job, "rehearse", sheet, ["rehearse", *argv], {"steps": rows})
+    verbs.leave(found.job, "rehearse", page, ["rehearse", *argv], {"steps": rows})
     return FAILED if any(mark == BAD for mark, *_ in found.rows) else DONE
 
 

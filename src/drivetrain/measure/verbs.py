@@ -18,8 +18,8 @@ from drivetrain.core.machine.paths import expanded
 from drivetrain.core.options.overrides import key_of, single_values
 from drivetrain.launch.job import Job
 from drivetrain.run import directory, environment
+from drivetrain.ui import sheet
 from drivetrain.ui.output import echo
-from drivetrain.ui.sheet import Section, Sheet, commands, machine, under
 
 _chosen: ContextVar[Path | None] = ContextVar("_chosen", default=None)
 
@@ -47,24 +47,24 @@ def folder(job: Job, verb: str) -> Path:
     return place
 
 
-def write(place: Path, name: str, sheet: Sheet, command: Sequence[str], content: object) -> None:
+def write(place: Path, name: str, page: sheet.Sheet, command: Sequence[str], content: object) -> None:
     """Write NAME.json, and NAME.html, which ends with the command and the environment; say where."""
     write_json(place / f"{name}.json", content)
     found = origin(command, environment.describe([], "", {}))
-    replace(sheet, sections=[*sheet.sections, *found]).write(place / f"{name}.html")
+    replace(page, sections=[*page.sections, *found]).write(place / f"{name}.html")
     echo(f"written to {place}/{name}.json and {name}.html")
 
 
-def leave(job: Job, verb: str, sheet: Sheet, command: Sequence[str], content: object) -> None:
+def leave(job: Job, verb: str, page: sheet.Sheet, command: Sequence[str], content: object) -> None:
     """Show what a verb found, and write it to a new folder."""
-    sheet.show()
-    write(folder(job, verb), verb, sheet, command, content)
+    page.show()
+    write(folder(job, verb), verb, page, command, content)
 
 
-def origin(command: Sequence[str], about: dict[str, object]) -> list[Section]:
+def origin(command: Sequence[str], about: dict[str, object]) -> list[sheet.Section]:
     """The command that repeats a measurement, and the environment in which it ran."""
-    again = commands(shlex.join(["drivetrain", *command]))
-    return [*under("How to reproduce it", again), *under("Where it ran", machine(about))]
+    again = sheet.commands(shlex.join(["drivetrain", *command]))
+    return [*sheet.under("How to reproduce it", again), *sheet.under("Where it ran", sheet.machine(about))]
 
 
 def seconds(text: str) -> float | None:

@@ -190,7 +190,7 @@ def test_batch_auto_is_forecast_with_the_split_that_it_will_find():
     assert found.fits
     assert 1 < found.micro_batches <= 1024 / found.largest_micro_batch.value + 2
     assert found.micro_batch <= found.largest_micro_batch.value
-    assert "1,024 samples: 1,024 on each rank in" in forecast.sheet([found]).page()
+    assert "1,024 samples: 1,024 on each rank in" in forecast.sheet_of([found]).page()
 
 
 def test_what_a_forecast_leaves_out_is_said():
@@ -224,7 +224,7 @@ def test_a_run_with_stages_is_forecast_stage_by_stage():
     assert [each.share for each in found] == pytest.approx([4 / 28, 24 / 28])
     assert forecast.whole(found).value == pytest.approx(4 / 28 * first.run_s.value + 24 / 28 * second.run_s.value)
     assert forecast.fits(found)
-    shown, values = forecast.sheet(found).page(), json.loads(json.dumps(forecast.as_dict(found)))
+    shown, values = forecast.sheet_of(found).page(), json.loads(json.dumps(forecast.as_dict(found)))
     assert "stage 2 of 2, 86 % of the updates: to the end: model.freeze" in shown
     assert values["stages"][0]["memory"] == first.memory
     json_keys.check(values, top="fits run_s stages", stages=f"stage share {json_keys.FORECAST}")
@@ -233,7 +233,7 @@ def test_a_run_with_stages_is_forecast_stage_by_stage():
 def test_an_answer_as_text_and_as_json():
     planned = plan([*SMALL, "model=mlp"], (), "a100")
     found = [answered(planned, ForecastSettings(device="a100"))]
-    shown, values = forecast.sheet(found).page(), json.loads(json.dumps(forecast.as_dict(found)))
+    shown, values = forecast.sheet_of(found).page(), json.loads(json.dumps(forecast.as_dict(found)))
     for words in ("peak memory", "largest micro-batch", ">launch: ", "what if", "parallel=fsdp", "never measured here"):
         assert words in shown
     json_keys.check(values, top=json_keys.FORECAST, what_if="override speed memory step_s peak_bytes fits why_not")

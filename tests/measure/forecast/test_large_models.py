@@ -129,4 +129,4 @@ def test_what_makes_a_run_fit_is_found_first_and_named(tmp_path, build):
     assert not base.fits
     assert (rows[0].override, rows[0].fits) == (forecast.RECOMPUTED, True)
     assert all("the time was up" in row.why_not for row in rows[1:])
-    assert f"it fits with: {forecast.RECOMPUTED}" in forecast.sheet([replace(base, what_if=rows)]).page()
+    assert f"it fits with: {forecast.RECOMPUTED}" in forecast.sheet_of([replace(base, what_if=rows)]).page()

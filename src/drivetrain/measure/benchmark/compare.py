@@ -50,10 +50,10 @@ from drivetrain.measure.benchmark.variants import columns as of_target
 from drivetrain.measure.changes import STAGES, Change, Changes
 from drivetrain.measure.intervals import Interval, ratio
 from drivetrain.run import directory, environment
+from drivetrain.ui import sheet
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
 from drivetrain.ui.progress import Steps
-from drivetrain.ui.sheet import Cell, Drawn, PagePart, Section, Sheet, Table, figure, folded, remarks, under, words
 
 WIDTH = 0.02  # of a ratio to each side: precise enough
 MIN_ROUNDS = 8  # with fewer rounds an interval may be narrow by chance
@@ -175,14 +175,14 @@ class Row:
     def figures(self) -> dict[str, str]:
         """The variant's own figures as text, by their names."""
         return {
-            "samples/s": figure(self.samples_per_second, "{:,.0f}"),
-            "update, median": figure(self.step_ms_p50, "{:.2f} ms"),
-            "95th percentile": figure(self.step_ms_p95, "{:.2f} ms"),
-            "waiting for data": figure(100 * self.data_wait if self.data_wait is not None else None, "{:.0f} %"),
-            "memory": figure(self.peak_memory_bytes / 2**30 if self.peak_memory_bytes else None, "{:.2f} GiB"),
+            "samples/s": sheet.figure(self.samples_per_second, "{:,.0f}"),
+            "update, median": sheet.figure(self.step_ms_p50, "{:.2f} ms"),
+            "95th percentile": sheet.figure(self.step_ms_p95, "{:.2f} ms"),
+            "waiting for data": sheet.figure(100 * self.data_wait if self.data_wait is not None else None, "{:.0f} %"),
+            "memory": sheet.figure(self.peak_memory_bytes / 2**30 if self.peak_memory_bytes else None, "{:.2f} GiB"),
             "starts in": _with_first(self.start_s, self.first_start_s, "{:.1f}", " s"),
             "pays after": _with_first(self.pays_after, self.first_pays_after, "{:,}", " updates"),
-            "whole run": figure(self.run_s, "{:,.1f} s"),
+            "whole run": sheet.figure(self.run_s, "{:,.1f} s"),
         }
 
     def interval(self) -> str:
@@ -199,7 +199,7 @@ class Row:
 
 def _with_first(usual: float | None, first: float | None, form: str, unit: str) -> str:
     """A figure with filled caches, and in brackets that of the first round, where kernels were compiled."""
-    return figure(usual, form + unit) + (f" (uncompiled: {form.format(first)})" if first is not None else "")
+    return sheet.figure(usual, form + unit) + (f" (uncompiled: {form.format(first)})" if first is not None else "")
 
 
 def later_start(starts: Sequence[float], base: Sequence[float]) -> float:
@@ -289,7 +289,7 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """The answer and its table, for notebooks."""
-        return sheet(self)._repr_html_()
+        return sheet_of(self)._repr_html_()
 
 
 def measure(
@@ -505,28 +505,28 @@ def _better(row: Row, base: str) -> str:
     return f"a better {row.verdict.metric} than {base}, by {_difference(row.verdict).removeprefix('better by ')}"
 
 
-def table(comparison: Comparison) -> Table:
+def table(comparison: Comparison) -> sheet.Table:
     """Each variant with all that was measured of it: the time to the target, the result, speed and interval, the rest."""
     rows, verdicts = comparison.rows, [row.verdict for row in comparison.rows]
     ratios = [value for row in rows if row.ratio is not None for value in row.ratio if value and math.isfinite(value)]
     # Logarithmic, so that twice as fast lies as far from 1 as half as fast.
     axis = charts.Axis(min([0.9, *ratios]) / 1.03, max([1.1, *ratios]) * 1.03, MARGIN, BAR_WIDTH - MARGIN, log=True)
-    columns: dict[str, Sequence[Cell]] = {"variant": names(comparison)}
+    columns: dict[str, Sequence[sheet.Cell]] = {"variant": names(comparison)}
     if comparison.target is not None:
         times = comparison.times()
         columns |= of_target(times, times[0], comparison.target)
     if comparison.settings.quality:
         metric = next((verdict.metric for verdict in verdicts if verdict is not None), "the metric")
         columns[f"{metric} of the validation set"] = [_difference(v) if v is not None else "–" for v in verdicts]
-    columns["speed"] = [figure(row.ratio and row.ratio.middle, "{:.2f} ×") for row in rows]
-    columns["95 % interval"] = [Drawn(row.interval() if n else "–", _bar(axis, row, not n)) for n, row in enumerate(rows)]
+    columns["speed"] = [sheet.figure(row.ratio and row.ratio.middle, "{:.2f} ×") for row in rows]
+    columns["95 % interval"] = [sheet.Drawn(row.interval() if n else "–", _bar(axis, row, not n)) for n, row in enumerate(rows)]
     if comparison.settings.quality:
         columns["no worse?"] = ["–" if v is None else "" if v.outcome == FIRST else v.outcome for v in verdicts]
         columns["seeds"] = ["–" if v is None else str(len(v.runs)) for v in verdicts]
     prose = [name for name in columns if name.endswith("validation set")]
     figures = [row.figures() for row in rows]
     columns |= {name: [each[name] for each in figures] for name in figures[0]}
-    found = Table.of(
+    found = sheet.Table.of(
         columns, name="The variants", prose=prose, sortable=True, below={"95 % interval": _numbers(axis)}, spare=LEAST
     )
     order, best = comparison.order(), fastest(comparison) if comparison.target is None else proven(comparison.times())
@@ -534,7 +534,7 @@ def table(comparison: Comparison) -> Table:
     return ordered.used(1 + list(columns).index("95 % interval"))
 
 
-def sections(comparison: Comparison) -> list[Section]:
+def sections(comparison: Comparison) -> list[sheet.Section]:
     """The sections of a comparison: the variants where they differ, why each result is as good or not, the method, the rounds."""
     called, rows, found = names(comparison), comparison.rows, table(comparison)
     shown, same = found.only([n for n, name in enumerate(found.header) if name not in IN_ALL_FIGURES]).differing(
@@ -554,24 +554,28 @@ def sections(comparison: Comparison) -> list[Section]:
     drawn = charts.curves("Samples a second, round by round", of_variants, "round", zero=True)
     return [
         shown,
-        *([words(f"the same for all: {', '.join(f'{name} {cell}' for name, cell in same)}")] if same else []),
-        words(*(f"{name} failed: {row.error}" for name, row in zip(called, rows, strict=True) if row.error)),
-        words(*(_because(name, row.verdict) for name, row in zip(called, rows, strict=True) if row.verdict is not None)),
-        words(*comparison.notes),
-        remarks(how),
-        folded("All figures", [found]),
-        PagePart(charts.grid([drawn])),
-        remarks("A change that all variants share is the machine's; a change of one alone is its own."),
-        *([folded("How it is decided whether the result is no worse", [words(*METHOD)])] if comparison.settings.quality else []),
+        *([sheet.words(f"the same for all: {', '.join(f'{name} {cell}' for name, cell in same)}")] if same else []),
+        sheet.words(*(f"{name} failed: {row.error}" for name, row in zip(called, rows, strict=True) if row.error)),
+        sheet.words(*(_because(name, row.verdict) for name, row in zip(called, rows, strict=True) if row.verdict is not None)),
+        sheet.words(*comparison.notes),
+        sheet.remarks(how),
+        sheet.folded("All figures", [found]),
+        sheet.PagePart(charts.grid([drawn])),
+        sheet.remarks("A change that all variants share is the machine's; a change of one alone is its own."),
+        *(
+            [sheet.folded("How it is decided whether the result is no worse", [sheet.words(*METHOD)])]
+            if comparison.settings.quality
+            else []
+        ),
     ]
 
 
-def titled(comparisons: Mapping[str, Comparison], said: str = "") -> list[Section]:
+def titled(comparisons: Mapping[str, Comparison], said: str = "") -> list[sheet.Section]:
     """The comparisons under their titles, each with its answer, unless that was `said` already."""
-    found: list[Section] = []
+    found: list[sheet.Section] = []
     for title, comparison in comparisons.items():
         answer = headline(comparison)
-        found += under(title, *([words(answer)] if answer != said else []), *sections(comparison))
+        found += sheet.under(title, *([sheet.words(answer)] if answer != said else []), *sections(comparison))
     return found
 
 
@@ -636,14 +640,14 @@ def run(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path | Non
     return comparison, specs
 
 
-def sheet(comparison: Comparison, verb: str = "compare") -> Sheet:
+def sheet_of(comparison: Comparison, verb: str = "compare") -> sheet.Sheet:
     """The sheet of a comparison."""
-    return Sheet(f"Techniques compared – drivetrain {verb}", headline(comparison), sections(comparison))
+    return sheet.Sheet(f"Techniques compared – drivetrain {verb}", headline(comparison), sections(comparison))
 
 
 def leave(comparison: Comparison, job: Job, argv: Sequence[str], verb: str = "compare") -> None:
     """Show a comparison, and write compare.json and compare.html to a new folder under the run's output_dir."""
-    verbs.leave(job, "compare", sheet(comparison, verb), [*verb.split(), *argv], comparison.as_dict())
+    verbs.leave(job, "compare", sheet_of(comparison, verb), [*verb.split(), *argv], comparison.as_dict())
 
 
 # --- `drivetrain ablate`: what each technique of a recipe gains alone, what its removal costs, and the steps to the recipe ---
@@ -705,7 +709,7 @@ def ablate(
         done = comparisons[title] = measure(specs, settings, overrides, trained=trained)
         done.raise_if_baseline_failed()
         done.subject = subject
-        sheet(done).show()
+        sheet_of(done).show()
         if settings.format is not None:
             echo(f"\n{table(done).used().written(settings.format)}")
         return specs
@@ -745,7 +749,7 @@ def _on_both_sides(overrides: Sequence[str]) -> str:
     )
 
 
-def ablation_sheet(recipe: str, baseline: str, comparisons: dict[str, Comparison], overrides: Sequence[str] = ()) -> Sheet:
+def ablation_sheet(recipe: str, baseline: str, comparisons: dict[str, Comparison], overrides: Sequence[str] = ()) -> sheet.Sheet:
     """The sheet of an ablation; its answer is that of the first comparison."""
     about = f"What each technique of the recipe {recipe} is worth against {baseline}."
     if len(comparisons) > 1:
@@ -753,7 +757,9 @@ def ablation_sheet(recipe: str, baseline: str, comparisons: dict[str, Comparison
     if overrides:
         about += f" {_on_both_sides(overrides)}."
     answer = headline(next(iter(comparisons.values())))
-    return Sheet(f"{recipe} against {baseline} – drivetrain ablate", answer, [remarks(about), *titled(comparisons, answer)])
+    return sheet.Sheet(
+        f"{recipe} against {baseline} – drivetrain ablate", answer, [sheet.remarks(about), *titled(comparisons, answer)]
+    )
 
 
 def _by_gain(found: list[Change], plus: Comparison) -> list[Change]:

@@ -37,8 +37,8 @@ from drivetrain.measure.benchmark.quality import (
 from drivetrain.measure.benchmark.variants import TrainedRun
 from drivetrain.measure.intervals import MIN_PAIRS, Interval, deviation, ratio
 from drivetrain.run import directory
+from drivetrain.ui import sheet
 from drivetrain.ui.progress import Steps
-from drivetrain.ui.sheet import Sheet, Table, words
 from drivetrain.ui.terminal import duration
 
 NOT_AS_GOOD, UNDECIDED = 4, 5  # exit codes
@@ -286,7 +286,7 @@ class Compared:
             said.append(f"{self.programs[number].label}: {differs}, as good: {verdict.outcome}; {reason}")
         return "; ".join(said)
 
-    def sheet(self) -> Sheet:
+    def sheet(self) -> sheet.Sheet:
         """The verdicts, the programs' figures, and what is to be said of them."""
         rows: list[list[str]] = []
         for number, program in enumerate(self.programs):
@@ -301,8 +301,10 @@ class Compared:
             a_run = duration(sum(taken) / len(taken)) if taken else "–"
             rows.append([program.label, found, differs, outcome, str(len(runs)), a_run, fast.as_fast() if fast else ""])
         header = ["program", f"{self.metric.name} ± deviation", "differs", "as good", "seeds", "a run", "speed"]
-        return Sheet(
-            "Programs compared – drivetrain compare", self.answer(), [Table(header, rows, "The programs"), words(*self.notes)]
+        return sheet.Sheet(
+            "Programs compared – drivetrain compare",
+            self.answer(),
+            [sheet.Table(header, rows, "The programs"), sheet.words(*self.notes)],
         )
 
     def as_dict(self) -> JsonObject:
@@ -422,9 +424,9 @@ def command(options: Options, given: Sequence[str], config_dirs: Sequence[str]) 
     else:
         refuse(f"'{word}' is no setting of compare --program, which has seeds=, max_seeds= and margin=" for word in rest)
     done = run(options, plan, sys.argv[2:])
-    sheet = done.sheet()
-    sheet.show()
+    page = done.sheet()
+    page.show()
     place = verbs.chosen() or directory.new(Path("outputs"), "compare")
     place.mkdir(parents=True, exist_ok=True)
-    verbs.write(place, "compare", sheet, ["compare", *sys.argv[2:]], done.as_dict())
+    verbs.write(place, "compare", page, ["compare", *sys.argv[2:]], done.as_dict())
     return done.code

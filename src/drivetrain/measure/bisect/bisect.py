@@ -37,8 +37,8 @@ from drivetrain.measure.bisect.search import (
 from drivetrain.measure.changes import Change, Changes, in_order
 from drivetrain.recipe import lookup
 from drivetrain.run import environment
+from drivetrain.ui import sheet
 from drivetrain.ui.output import echo
-from drivetrain.ui.sheet import Section, Sheet, Table, folded, words
 
 SAME_DATA = ("task", "data")  # groups whose options the two must share
 NOT_TOLD = ("output_dir", "recipe", "resume", "resume_changed")  # if they differ
@@ -72,13 +72,13 @@ def read_side(word: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
     return VariantSpec(word, given, composes(given), composes=composes)
 
 
-def sheet(search: ChangeSearch, seconds: float) -> Sheet:
+def sheet_of(search: ChangeSearch, seconds: float) -> sheet.Sheet:
     """The answer, what was tried, and the changes by their numbers."""
     subsets = search.measurer.subsets
     answer, *more = conclusion(search, seconds)
-    changes = folded("The changes", [table_of(subsets.numbered)], is_open=True)
-    sections: list[Section] = [tried(search), words(*more, *subsets.notes), changes]
-    return Sheet(f"What makes {subsets.bad.label} differ from {subsets.good.label} – drivetrain bisect", answer, sections)
+    changes = sheet.folded("The changes", [table_of(subsets.numbered)], is_open=True)
+    sections: list[sheet.Section] = [tried(search), sheet.words(*more, *subsets.notes), changes]
+    return sheet.Sheet(f"What makes {subsets.bad.label} differ from {subsets.good.label} – drivetrain bisect", answer, sections)
 
 
 def conclusion(search: ChangeSearch, seconds: float) -> list[str]:
@@ -133,10 +133,10 @@ def as_dict(search: ChangeSearch, seconds: float, facts: JsonObject) -> JsonObje
     }  # fmt: skip
 
 
-def table_of(changes: Sequence[Change]) -> Table:
+def table_of(changes: Sequence[Change]) -> sheet.Table:
     """The changes with their numbers."""
     rows = [(str(number), *map(printable, (c.key, c.good, c.bad))) for number, c in enumerate(changes, 1)]
-    return Table(("number", "change", "GOOD", "BAD"), rows, "The changes", ("change", "GOOD", "BAD"))
+    return sheet.Table(("number", "change", "GOOD", "BAD"), rows, "The changes", ("change", "GOOD", "BAD"))
 
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
@@ -160,7 +160,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     seconds = time.monotonic() - began
     content = as_dict(search, seconds, environment.describe(list(argv), bad.config_hash, {}))
     echo()
-    verbs.leave(bad, "bisect", sheet(search, seconds), ["bisect", *argv], content)
+    verbs.leave(bad, "bisect", sheet_of(search, seconds), ["bisect", *argv], content)
     return FAILED if search.outcome == UNRESOLVED else DONE
 
 

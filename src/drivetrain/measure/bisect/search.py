@@ -28,9 +28,9 @@ from drivetrain.measure.benchmark import compare
 from drivetrain.measure.benchmark.variants import Trained, VariantSpec, baseline_job, trainings
 from drivetrain.measure.changes import Change, Changes, apply
 from drivetrain.measure.intervals import EQUIVALENCE, Interval, deviation, mean, ratio
+from drivetrain.ui import sheet
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
-from drivetrain.ui.sheet import Table
 
 
 @dataclass
@@ -360,7 +360,7 @@ class ChangeSearch:
         return max(abs(found.low), abs(found.high)) <= self.measurer.margin
 
 
-def tried(search: ChangeSearch) -> Table:
+def tried(search: ChangeSearch) -> sheet.Table:
     """The table of what was tried, in the order of the comparisons."""
     header = ["changes on top of GOOD", search.measurer.unit, "95 % interval", "of the difference", "pairs", "because"]
     whole = search.whole.effect.middle if search.whole.effect is not None and search.outcome != NONE else 0.0
@@ -371,4 +371,4 @@ def tried(search: ChangeSearch) -> Table:
         if found.pairs or found.problem:
             pairs = str(found.pairs or "")
             rows.append([numbers(chosen), middle or "–", interval, share, pairs, printable(found.problem)])
-    return Table(header, rows, "What was tried", ("because",), sortable=True).used(always=2)
+    return sheet.Table(header, rows, "What was tried", ("because",), sortable=True).used(always=2)

@@ -39,8 +39,8 @@ from drivetrain.measure.certify.judge import (
 )
 from drivetrain.measure.changes import apply, between
 from drivetrain.run import directory
+from drivetrain.ui import sheet
 from drivetrain.ui.progress import Steps
-from drivetrain.ui.sheet import Section, Sheet, Table, setting, words
 
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
@@ -73,7 +73,7 @@ def different_keys(tested: Job, reference: Job) -> Keys:
     keys = [k for k in dict.fromkeys([*ours, *theirs]) if ours.get(k) != theirs.get(k)]
     groups = [k for k in keys if k in tested.composed.choices]
     shown = [k for k in keys if k in groups or k.partition(".")[0] not in groups]
-    return [(k, setting(ours.get(k)), setting(theirs.get(k))) for k in sorted(shown, key=lambda k: k.split("."))]
+    return [(k, sheet.setting(ours.get(k)), sheet.setting(theirs.get(k))) for k in sorted(shown, key=lambda k: k.split("."))]
 
 
 @dataclass
@@ -93,15 +93,19 @@ class Certified:
         return list(dict.fromkeys([*self.tested.unseen, *self.reference.unseen]))
 
 
-def sheet(done: Certified) -> Sheet:
+def sheet_of(done: Certified) -> sheet.Sheet:
     """The verdict, what differs in the configs, and the phases."""
     answer, *more = lines(done)
     header = ("phase", "compared", "largest difference", "rounding gives", "in", "verdict")
     rows = [_row(*each, done.verdict.flipped) for each in phases(done.verdict)]
-    settings = Table(("setting", "this run", "against"), done.different, "What differs in the configs")
-    of_phases = Table(header, rows, "The phases of an update", ("in",))
-    sections: list[Section] = [settings, of_phases, words(*(f"not looked into: {line}" for line in done.unseen), *more)]
-    return Sheet("The same mathematics? – drivetrain certify", answer, sections)
+    settings = sheet.Table(("setting", "this run", "against"), done.different, "What differs in the configs")
+    of_phases = sheet.Table(header, rows, "The phases of an update", ("in",))
+    sections: list[sheet.Section] = [
+        settings,
+        of_phases,
+        sheet.words(*(f"not looked into: {line}" for line in done.unseen), *more),
+    ]
+    return sheet.Sheet("The same mathematics? – drivetrain certify", answer, sections)
 
 
 def phases(verdict: TraceVerdict) -> list[tuple[str, int, Finding]]:
@@ -285,7 +289,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     )
     if done.verdict.bit_for_bit and unmoved:
         done = replace(done, verdict=replace(done.verdict, answer=NO_EFFECT), unmoved=unmoved)
-    verbs.leave(job, "certify", sheet(done), ["certify", *argv], as_dict(done))
+    verbs.leave(job, "certify", sheet_of(done), ["certify", *argv], as_dict(done))
     return FAILED if done.verdict.answer == DIFFERS else DONE
 
 

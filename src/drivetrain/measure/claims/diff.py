@@ -14,9 +14,9 @@ from drivetrain.recipe import claims, lookup
 from drivetrain.recipe import reader as recipes
 from drivetrain.run import reader
 from drivetrain.run.reader import Points, RunFiles, compared, differing
+from drivetrain.ui import sheet
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import run_table
-from drivetrain.ui.sheet import EMPTY, Table
 
 NOT_SHOWN = ("run", "folder", "updates made", "error")  # of the report's table
 
@@ -41,7 +41,7 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     if not differing(both):
         echo("the configs are the same")
     if differing(both) or any(run.result for run in both):
-        Table(("", *names), _rows(both)).show()
+        sheet.Table(("", *names), _rows(both)).show()
     for name, (_, claim) in zip(names, sides, strict=True):
         if claim is not None:
             echo(f"{name} claims {claim}")
@@ -72,5 +72,5 @@ def _rows(both: Sequence[RunFiles]) -> list[tuple[str, ...]]:
     for name in dict.fromkeys(name for each in versions for name in each):
         if len({each.get(name) for each in versions if len(each) > 1}) > 1:
             columns[name] = tuple(str(each.get(name) or "–") for each in versions)
-    shown = {name: texts for name, texts in columns.items() if name not in NOT_SHOWN and not set(texts) <= set(EMPTY)}
+    shown = {name: texts for name, texts in columns.items() if name not in NOT_SHOWN and not set(texts) <= set(sheet.EMPTY)}
     return [(name, *map(printable, texts)) for name, texts in shown.items()]

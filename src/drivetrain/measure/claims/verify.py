@@ -27,9 +27,9 @@ from drivetrain.measure.intervals import MIN_PAIRS, deviation, mean
 from drivetrain.recipe import claims, lookup
 from drivetrain.recipe.reader import Recipe
 from drivetrain.run import environment
+from drivetrain.ui import sheet
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
-from drivetrain.ui.sheet import Table
 
 HOLDS, REFUTED, UNTOLD, SKIPPED = "holds", "does not hold", "cannot be told here", "not measured"
 NOTHING_TOLD = 4  # the exit code where nothing was refuted, and nothing could be told
@@ -294,7 +294,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     if found.comparison is not None:
         compare.leave(found.comparison, found.job, argv, "recipe verify")
         echo()
-    Table(HEADER, found.answers).show()
+    sheet.Table(HEADER, found.answers).show()
     return found.code
 
 

@@ -46,9 +46,9 @@ from drivetrain.measure.forecast.replay import (
 )
 from drivetrain.parallel import Parallel
 from drivetrain.parallel.fsdp import Fsdp
+from drivetrain.ui import sheet
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
-from drivetrain.ui.sheet import Section, Sheet, Table, under, words
 from drivetrain.ui.terminal import duration
 
 if TYPE_CHECKING:
@@ -525,7 +525,7 @@ def as_dict(stages: Sequence[Forecast]) -> JsonObject:
     return {name: value for name, value in values[0].items() if name not in ("stage", "share")}
 
 
-def sheet(stages: Sequence[Forecast]) -> Sheet:
+def sheet_of(stages: Sequence[Forecast]) -> sheet.Sheet:
     """The forecast: whether the run fits and how long it takes, memory, time, and what one more override would change."""
     most = max(stages, key=lambda found: found.peak_bytes.high)
     memory = f"{_memory(most)} on {'this machine' if most.device == HERE else most.device}"
@@ -536,19 +536,19 @@ def sheet(stages: Sequence[Forecast]) -> Sheet:
     ]
     facts = [_facts(each) for each in stages]
     rows = [[name, *(each[name] for each in facts)] for name in facts[0] if any(each[name] for each in facts)]
-    body: list[Section] = [Table(["", *titles], rows, "Forecast", titles)]
+    body: list[sheet.Section] = [sheet.Table(["", *titles], rows, "Forecast", titles)]
     for title, each in zip(titles, stages, strict=True):
         every, parts = sum(each.memory.values()) or 1, each.memory.items()
         kinds = [(kind, size(nbytes), f"{100 * nbytes / every:.0f} %") for kind, nbytes in parts]
-        table = Table(("memory", "size", "share"), kinds, "Memory", bars={"size": [nbytes for _, nbytes in parts]})
-        body += under(f"What takes the memory{title and f' in {title}'}", table)
+        table = sheet.Table(("memory", "size", "share"), kinds, "Memory", bars={"size": [nbytes for _, nbytes in parts]})
+        body += sheet.under(f"What takes the memory{title and f' in {title}'}", table)
         body += _what_if(each) if each.what_if else []
     notes = dict.fromkeys(note for each in stages for note in each.notes)
     if FORECAST_ONLY in most.source:
         notes["no step of this device was measured: the intervals are those of efficiencies that are usual in training"] = None
-    body.append(words(*(f"note: {note}" for note in notes)))
+    body.append(sheet.words(*(f"note: {note}" for note in notes)))
     conclusion = f"The run {'fits' if most.fits else 'does NOT fit'}: {takes}"
-    return Sheet("Memory and time before the start – drivetrain forecast", conclusion, body)
+    return sheet.Sheet("Memory and time before the start – drivetrain forecast", conclusion, body)
 
 
 def _memory(found: Forecast) -> str:
@@ -580,15 +580,15 @@ def _facts(found: Forecast) -> dict[str, str]:
     }
 
 
-def _what_if(found: Forecast) -> list[Section]:
+def _what_if(found: Forecast) -> list[sheet.Section]:
     cells = [
         [row.override, "", "", row.why_not] if row.why_not
         else [row.override, f"× {row.speed:.2f}", f"× {row.memory:.2f}", "" if row.fits else "does not fit"]
         for row in found.what_if
     ]  # fmt: skip
-    table = Table(("what if", "speed", "memory", "note"), cells, "What if", ("note",)).used(3)
+    table = sheet.Table(("what if", "speed", "memory", "note"), cells, "What if", ("note",)).used(3)
     lines = [f"{name}: {rows[0].override}" for name, rows in best(found).items() if rows]
-    return [*under("One override more", table), words(*lines)]
+    return [*sheet.under("One override more", table), sheet.words(*lines)]
 
 
 def best(found: Forecast) -> dict[str, list[ForecastRow]]:
@@ -653,7 +653,7 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool 
     if as_json:
         echo(json.dumps(as_dict(stages), indent=2))
     else:
-        verbs.leave(planned.job, "forecast", sheet(stages), ["forecast", *argv], as_dict(stages))
+        verbs.leave(planned.job, "forecast", sheet_of(stages), ["forecast", *argv], as_dict(stages))
     return DONE if fits(stages) else FAILED
 
 

@@ -24,9 +24,9 @@ from drivetrain.measure.benchmark import compare, variants
 from drivetrain.measure.changes import apply, groups_of, with_channels_last
 from drivetrain.measure.claims.export import recommend
 from drivetrain.runtime import Runtime
+from drivetrain.ui import sheet
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
-from drivetrain.ui.sheet import PagePart, Section, Sheet, Table, commands, under, words
 
 if TYPE_CHECKING:
     from drivetrain.measure.profile.attribution import CodeLine
@@ -231,12 +231,12 @@ def _largest(profile: StepProfile) -> str:
 SHARE, RANGE, DATA = "of the update", "95 % interval", "data wait"
 
 
-def sheet(found: Diagnosis, faster: Sequence[str] = ()) -> Sheet:
+def sheet_of(found: Diagnosis, faster: Sequence[str] = ()) -> sheet.Sheet:
     """The verdict, the commands of a `faster` run, where an update's time goes, and what was measured."""
-    body: list[Section] = [verdicts(found), *([commands(*faster)] if faster else [])]
-    body += under("Where the time of an update goes", *profiled(found))
+    body: list[sheet.Section] = [verdicts(found), *([sheet.commands(*faster)] if faster else [])]
+    body += sheet.under("Where the time of an update goes", *profiled(found))
     body += compare.titled(found.comparisons)
-    return Sheet("Where the time goes – drivetrain doctor", conclusion(found), body)
+    return sheet.Sheet("Where the time goes – drivetrain doctor", conclusion(found), body)
 
 
 def conclusion(found: Diagnosis) -> str:
@@ -248,19 +248,19 @@ def conclusion(found: Diagnosis) -> str:
     return f"{verdict}; {found.gains[0][0].label} makes it {ratio.as_fast()}"
 
 
-def verdicts(found: Diagnosis) -> PagePart:
+def verdicts(found: Diagnosis) -> sheet.PagePart:
     """The evidence of the largest problem, and the other problems."""
     first, *others = found.problems
     also = [problem for problem in others if problem.name != COMPUTE]
     most = [_largest(found.profile)] if first.name not in (COMPUTE, "line", "loop", "created") else []
-    page = words(first.evidence, *most, *(f"Also: {problem.verdict}: {problem.evidence}" for problem in also))
+    page = sheet.words(first.evidence, *most, *(f"Also: {problem.verdict}: {problem.evidence}" for problem in also))
     lines = [f"also: {problem.verdict}\n  {problem.evidence}" for problem in also]
-    return PagePart(
+    return sheet.PagePart(
         page.html, "\n".join([f"\nverdict: {first.verdict}", *(f"  {line}" for line in (first.evidence, *most)), *lines])
     )
 
 
-def profiled(found: Diagnosis) -> list[Section]:
+def profiled(found: Diagnosis) -> list[sheet.Section]:
     """The parts of an update's time: its phases, and the lines of the user's code; and what is beside the updates."""
     profile = found.profile
     flops = intervals.mean([turn.flops / 1e12 for turn in profile.turns])
@@ -282,24 +282,24 @@ def profiled(found: Diagnosis) -> list[Section]:
             "of the time of an update: " + ", ".join(f"{name} {share:.0%}" for name, share in profile.utilization.items())
         )
     saving = f"{1e3 * profile.saving_s:.0f} ms" if profile.saving_s is not None else "–"
-    beside = Table(("beside the updates", "time"), [  # costs that are paid once, or now and then
+    beside = sheet.Table(("beside the updates", "time"), [  # costs that are paid once, or now and then
         ("an update, not profiled", f"{profile.step_ms:.2f} ms"), ("start-up, once", f"{profile.start_s:.1f} s"),
         ("an evaluation", f"{profile.evaluation_s:.2f} s"), ("a checkpoint", saving),
     ], "Beside the updates")  # fmt: skip
-    return [_phases(profile), words(*notes), _lines(profile), beside]
+    return [_phases(profile), sheet.words(*notes), _lines(profile), beside]
 
 
-def _phases(profile: StepProfile) -> Table:
+def _phases(profile: StepProfile) -> sheet.Table:
     """The phases of an update, whose shares add up to 100 %."""
     phases, total = profile.phases, sum(profile.phases.values())
     ranges = {DATA: _range(profile.waits_for_data, "{}")}
     rows = [(name, f"{ms:.2f} ms", _percent(ms / total), ranges.get(name, "")) for name, ms in phases.items()]
     rows.append(("an update", f"{total:.2f} ms", "100%", ""))
     bars = {SHARE: [*phases.values(), total]}
-    return Table(("phase", "time", SHARE, RANGE), rows, "Phases", sortable=True, bars=bars)
+    return sheet.Table(("phase", "time", SHARE, RANGE), rows, "Phases", sortable=True, bars=bars)
 
 
-def _lines(profile: StepProfile) -> Table:
+def _lines(profile: StepProfile) -> sheet.Table:
     """The lines that an update's time goes to; their shares, and those of the layers that they call, add up to 100 %."""
     found = [(f"{line.place}: {line.text}", line.share, line.layers, _range(line.interval, "{}")) for line in profile.lines]
     found += [(name, share, 0.0, "") for name, share in profile.rest.items()]
@@ -307,7 +307,7 @@ def _lines(profile: StepProfile) -> Table:
     shown.append(("all else", 1.0 - sum(own + layers for _, own, layers, _ in shown), 0.0, ""))
     rows = [(name, _percent(own), interval, _percent(layers)) for name, own, layers, interval in shown]
     header, bars = ("your line, forward and backward", SHARE, RANGE, "the layers it calls"), {SHARE: [row[1] for row in shown]}
-    return Table(header, rows, "Lines", sortable=True, bars=bars)
+    return sheet.Table(header, rows, "Lines", sortable=True, bars=bars)
 
 
 def _between(figure: intervals.Interval, form: str) -> str:
@@ -365,7 +365,7 @@ class Diagnosis:
 
     def _repr_html_(self) -> str:
         """The verdict and the phases of an update, for notebooks."""
-        return sheet(self)._repr_html_()
+        return sheet_of(self)._repr_html_()
 
 
 def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
@@ -406,7 +406,7 @@ def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path |
         else:
             unwritten = f"; {recipe} is not written" if recipe else ""
             echo(f"\nno candidate is faster beyond doubt: the run stays as it is{unwritten}")
-    verbs.write(folder, "doctor", sheet(found, commands), ["doctor", *argv], found.as_dict())
+    verbs.write(folder, "doctor", sheet_of(found, commands), ["doctor", *argv], found.as_dict())
     return found
 
 
@@ -453,7 +453,7 @@ def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], se
     done = compare.measure([base, *specs], benchmark, overrides, compare.no_gain)
     found.comparisons["What could help, each by itself"] = done
     done.raise_if_baseline_failed()
-    compare.sheet(done).show()
+    compare.sheet_of(done).show()
     faster = [row for row in done.rows[1:] if row.gain is not None and row.gain.low > 1]
     faster.sort(key=lambda row: -row.gain.middle if row.gain else 0.0)
     gains = [(row, done.rows[0]) for row in faster]
@@ -463,7 +463,7 @@ def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], se
         echo("\ntogether")
         best = faster[0].label
         done = found.comparisons["Together"] = compare.measure([base, variant(best, best), spec], benchmark, overrides)
-        compare.sheet(done).show()
+        compare.sheet_of(done).show()
         alone, together = done.rows[1].gain, done.rows[2].gain
         if together is not None and alone is not None and together.low > 1 and together.middle > alone.middle:
             gains.insert(0, (done.rows[2], done.rows[0]))

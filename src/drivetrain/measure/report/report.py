@@ -22,18 +22,18 @@ from drivetrain.measure.report.samples import samples_of
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, find, put_on_one_clock, read
 from drivetrain.run.result import Result
+from drivetrain.ui import sheet
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import run_table
 from drivetrain.ui.pages import runs as pages
 from drivetrain.ui.pages.run_table import Target
-from drivetrain.ui.sheet import Sheet, Table, sentence
 
 ENDED = ("completed", "failed", "diverged")  # the statuses of runs that ended by themselves
 LOOKED_AT = 512  # samples of a set, at random; the worst of them are shown
 MOMENTS = 2.0  # seconds of training: so many samples are looked at when a run ends
 
 
-def summarize_seeds(runs: Sequence[RunFiles], target: Target = None) -> Table:
+def summarize_seeds(runs: Sequence[RunFiles], target: Target = None) -> sheet.Table:
     """A row for each config that was run with several seeds: its metric's mean and deviation, and the verdict on its quality.
 
     The verdict is against the first such config on the same data and loss, the oldest, seed by seed. Runs that were stopped
@@ -68,7 +68,7 @@ def summarize_seeds(runs: Sequence[RunFiles], target: Target = None) -> Table:
             row.append(f"{each.reached} of {len(each.seconds)} seeds{when}")
         rows = [row for _, row in sorted(zip(times, rows, strict=True), key=lambda found: found[0].rank)]
         header.append(f"{run_table.said(target)} reached by")
-    return Table(header, rows, "Over seeds", ("because",), spare=("because",), width=run_table.WIDTH, sortable=True).used(3)
+    return sheet.Table(header, rows, "Over seeds", ("because",), spare=("because",), width=run_table.WIDTH, sortable=True).used(3)
 
 
 def _task(by_seed: dict[int, RunFiles]) -> str:
@@ -112,21 +112,21 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     if isinstance(target, Reach) and not any(target.metric in values for run in runs for values in run.evaluated.values):
         raise UserError(f"target={target}: no run has evaluated {target.metric}")
     if len(runs) == 1 and target is not None:
-        echo(sentence(f"{runs[0].path.name} {run_table.alone_at(runs[0], target)}"))
+        echo(sheet.sentence(f"{runs[0].path.name} {run_table.alone_at(runs[0], target)}"))
     elif isinstance(target, Reach) and not put_on_one_clock(runs, target):
         echo("The seconds to the target count from each run's first record: not all that reached it have noted it (target=).")
     if target is not None:
         runs.sort(key=lambda run: (run.to_target(target) or (math.inf,))[0])
     out = expanded(settings.out) if settings.out else directory.new(Path("outputs"), "report")
-    sheet = _sheet(runs, target, out, settings.samples)
-    sheet.show()
+    page = _sheet(runs, target, out, settings.samples)
+    page.show()
     if len(runs) == 1 and settings.out is None:
         try:
-            echo(f"written to {sheet.write(runs[0].path / pages.FILE)}")
+            echo(f"written to {page.write(runs[0].path / pages.FILE)}")
             return DONE
         except OSError as error:
             echo(f"{runs[0].path} takes no page ({error.strerror})")
-    return _write(sheet, runs, target, out)
+    return _write(page, runs, target, out)
 
 
 def of_sweep(folder: Path) -> None:
@@ -145,18 +145,18 @@ def add_samples(result: Result) -> None:
             _sheet([read(place.parent)], None, place.parent, ReportSettings.samples, most).write(place)
 
 
-def _sheet(runs: Sequence[RunFiles], target: Target, folder: Path, count: int = 0, most: int = LOOKED_AT) -> Sheet:
+def _sheet(runs: Sequence[RunFiles], target: Target, folder: Path, count: int = 0, most: int = LOOKED_AT) -> sheet.Sheet:
     """The sheet of runs; of one with `count` of the worst of `most` samples and as many others, where it has kept its weights."""
     shown = len(runs) == 1 and count and (runs[0].path / "checkpoints").is_dir()
     seeds = summarize_seeds(runs, target)
     return pages.sheet_of(runs, samples_of(runs[0], count, most) if shown else (), seeds if seeds.rows else None, target, folder)
 
 
-def _write(sheet: Sheet, runs: Sequence[RunFiles], target: Target, folder: Path) -> int:
+def _write(page: sheet.Sheet, runs: Sequence[RunFiles], target: Target, folder: Path) -> int:
     """Write the page, and the whole table as CSV, to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     shown = run_table.common_target(runs) if target is None else target
     run_table.table(runs, shown, ranked=target is not None).write_csv(folder / "report.csv")
-    sheet.write(folder / pages.FILE)
+    page.write(folder / pages.FILE)
     echo(f"written to {folder}/{pages.FILE} and report.csv")
     return DONE

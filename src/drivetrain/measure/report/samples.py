@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.typed import JsonObject
 from drivetrain.run.reader import RunFiles
-from drivetrain.ui import plots
+from drivetrain.ui import plots, sheet
 from drivetrain.ui.pages import charts
-from drivetrain.ui.sheet import (
-    PagePart,
-    Section,
-    Table,
-    remarks,
-    under,
-    words,
-)
 from drivetrain.ui.terminal import number
 
 if TYPE_CHECKING:
@@ -49,7 +41,7 @@ class ShownSample:
     pairs: Sequence[tuple[float, float]] = ()  # each true number or class, and what was predicted
 
 
-def samples_of(run: RunFiles, count: int, most: int) -> list[Section]:
+def samples_of(run: RunFiles, count: int, most: int) -> list[sheet.Section]:
     """The sections on a run's samples: `count` of the worst of `most` at random, as many others, and how predictions lie.
 
     Where there are none, it says why.
@@ -57,22 +49,28 @@ def samples_of(run: RunFiles, count: int, most: int) -> list[Section]:
     title = "Samples with predictions"
     try:
         loaded, samples, total = _samples(run.path, most)
-        return _drawn(title, run, loaded, samples, total, count) if samples else under(title, words("There are none: no sample."))
+        return (
+            _drawn(title, run, loaded, samples, total, count)
+            if samples
+            else sheet.under(title, sheet.words("There are none: no sample."))
+        )
     except (UserError, DataError) as error:
-        return under(title, words(f"There are none: {error}"))
+        return sheet.under(title, sheet.words(f"There are none: {error}"))
     except Exception as error:  # the run's own code, or its data, may fail in any way: the page has more to show
         said = next(iter(str(error).splitlines()), "")
-        return under(title, words(f"There are none: {type(error).__name__}: {said}"))
+        return sheet.under(title, sheet.words(f"There are none: {type(error).__name__}: {said}"))
 
 
-def _drawn(title: str, run: RunFiles, loaded: LoadedRun, samples: Sequence[ShownSample], total: int, count: int) -> list[Section]:
+def _drawn(
+    title: str, run: RunFiles, loaded: LoadedRun, samples: Sequence[ShownSample], total: int, count: int
+) -> list[sheet.Section]:
     """The samples as sections, for their kind."""
     worst = sorted(samples, key=lambda sample: -sample.loss)[:count]
     looked_at = f"{len(samples):,}{f' at random of {total:,}' if len(samples) < total else ''} of the {OF_SET} set"
-    measured = remarks(f"The worst are those with the largest loss, of {looked_at}.")
-    shown = under(title, measured, *under("The worst", _shown(worst, loaded), level=3))
+    measured = sheet.remarks(f"The worst are those with the largest loss, of {looked_at}.")
+    shown = sheet.under(title, measured, *sheet.under("The worst", _shown(worst, loaded), level=3))
     if others := [sample for sample in samples if not any(sample is each for each in worst)][:count]:
-        shown += under("Others at random", _shown(others, loaded), level=3)  # they came in random order
+        shown += sheet.under("Others at random", _shown(others, loaded), level=3)  # they came in random order
     counted = plots.of_result(run.result.tables)[1] if run.result is not None else {}
     if loaded.kind == "class" and not any(map(plots.is_confusion, counted.values())):
         return [*shown, *charts.sections({"confusion_matrix": _confusion(samples, loaded.classes)}, looked_at)]
@@ -85,7 +83,7 @@ def _confusion(samples: Sequence[ShownSample], names: Sequence[str]) -> JsonObje
     return {"rows": names, "columns": names, "values": [[counts[n, m] for m in range(len(names))] for n in range(len(names))]}
 
 
-def _scatter(samples: Sequence[ShownSample], looked_at: str) -> list[Section]:
+def _scatter(samples: Sequence[ShownSample], looked_at: str) -> list[sheet.Section]:
     """Numbers that were predicted against the true ones, and how far they are off."""
     drawn = []
     for n in range(min(MOST_NUMBERS, len(samples[0].pairs))):
@@ -104,7 +102,7 @@ def _scatter(samples: Sequence[ShownSample], looked_at: str) -> list[Section]:
                 dots=1,
             ),
         ]
-    return under(f"Predictions, {looked_at}", PagePart(charts.grid(drawn)))
+    return sheet.under(f"Predictions, {looked_at}", sheet.PagePart(charts.grid(drawn)))
 
 
 def _samples(run_dir: Path, most: int) -> tuple[LoadedRun, list[ShownSample], int]:
@@ -162,7 +160,7 @@ def _judged(reads: Sequence[inputs.PredictedSample], predicted: Predictions, loa
             yield ShownSample(one.name, one.x, "", said, None, float(losses.mean()) if len(losses) else 0.0)
 
 
-def _shown(samples: Sequence[ShownSample], loaded: LoadedRun) -> Section:
+def _shown(samples: Sequence[ShownSample], loaded: LoadedRun) -> sheet.Section:
     """Samples of this run: as pictures, texts, or names alone."""
     shape, tokens = loaded.transforms.shape, loaded.transforms.tokens
     if not tokens and shape is not None and len(shape) == 3 and shape[0] in (1, 3):
@@ -174,7 +172,7 @@ def _shown(samples: Sequence[ShownSample], loaded: LoadedRun) -> Section:
         shown = shown if len(shown) <= CHARACTERS else f"{shown[:CHARACTERS]} …"
         rows.append([shown, *([sample.target] if target else []), sample.prediction, f"{sample.loss:.4g}"])
     columns = ["text" if tokens else "sample", *target, "predicted", "loss"]
-    return Table(columns, rows, "Samples with predictions", ("is", "predicted") if tokens else ())
+    return sheet.Table(columns, rows, "Samples with predictions", ("is", "predicted") if tokens else ())
 
 
 def _tile(sample: ShownSample, top: float | None) -> str:

@@ -40,14 +40,14 @@ from drivetrain.measure.benchmark.variants import (
 )
 from drivetrain.measure.changes import apply, groups_of, unchanged, with_channels_last
 from drivetrain.measure.claims.export import recommend
-from drivetrain.ui.output import echo
+from drivetrain.ui import sheet
 from drivetrain.ui.pages import charts
 from drivetrain.ui.progress import Steps
-from drivetrain.ui.sheet import PagePart, Sheet, Table, commands, sentence, under, words
 
 if TYPE_CHECKING:
     pass
 from drivetrain.measure.tune.range_test import RangeTest, advice, chart, range_test
+from drivetrain.ui.output import echo
 
 LOOK_UPDATES = 50
 NEAR = (0.5, 1.0, 2.0)  # of the noise scale: the batches that are tried
@@ -75,10 +75,14 @@ def soonest_batch(target: str, seeds: int, budget_s: float, overrides: list[str]
     if kept is not None:
         told = [f"drivetrain train {shlex.join(apply(overrides, kept.split(), config_dirs))}"]
         answer = f"{kept} is sooner at {reach}"
-    table = Table.of({"batch": [variant.label for variant in order], **columns(order, found[0], str(reach))}, name="The batches")
-    sheet = Sheet("Which batch is the soonest – drivetrain tune", answer, [words(noise), table, *map(commands, told)])
+    table = sheet.Table.of(
+        {"batch": [variant.label for variant in order], **columns(order, found[0], str(reach))}, name="The batches"
+    )
+    page = sheet.Sheet(
+        "Which batch is the soonest – drivetrain tune", answer, [sheet.words(noise), table, *map(sheet.commands, told)]
+    )
     content = {"target": str(reach), "look": look, "variants": [asdict(variant) for variant in found], "kept": kept}
-    verbs.leave(job, "tune", sheet, ["tune", *overrides, f"target={target}"], content)
+    verbs.leave(job, "tune", page, ["tune", *overrides, f"target={target}"], content)
     return DONE
 
 
@@ -311,7 +315,7 @@ class Tuning:
                 f"the time was over after {cut_short[0].stopped_after} of {settings.rounds} rounds, and {len(cut_short)} of the "
                 f"candidates were undecided: a larger budget_s than {self.settings.budget_s:g} measures them to the end"
             )
-        compare.sheet(done).show()
+        compare.sheet_of(done).show()
         return done
 
     def prove(self) -> Row | None:
@@ -415,17 +419,23 @@ def _report(
         content["range test"] = {
             "rates": tested.rates, "losses": tested.losses, "steepest": tested.steepest, "bound": tested.bound,
         }  # fmt: skip
-    found = sheet(tuning, conclusion(tuning, proof, tested), told, tested)
-    echo(sentence(found.answer))
+    found = sheet_of(tuning, conclusion(tuning, proof, tested), told, tested)
+    echo(sheet.sentence(found.answer))
     verbs.write(place, "tune", found, ["tune", *argv], content)
 
 
-def sheet(tuning: Tuning, answer: str, told: Sequence[str], tested: RangeTest | None) -> Sheet:
+def sheet_of(tuning: Tuning, answer: str, told: Sequence[str], tested: RangeTest | None) -> sheet.Sheet:
     """The sheet of the findings, with the commands to use them, the notes, the comparisons (proof first), and the range test."""
-    found = [*([commands(*told)] if told else []), words(*tuning.notes), *titled(dict(reversed(tuning.comparisons.items())))]
+    found = [
+        *([sheet.commands(*told)] if told else []),
+        sheet.words(*tuning.notes),
+        *titled(dict(reversed(tuning.comparisons.items()))),
+    ]
     if tested is not None:
-        found += under("Learning rate range test", words(*advice(tested)), PagePart(charts.grid([chart(tested)])))
-    return Sheet("What makes this run faster here – drivetrain tune", answer, found)
+        found += sheet.under(
+            "Learning rate range test", sheet.words(*advice(tested)), sheet.PagePart(charts.grid([chart(tested)]))
+        )
+    return sheet.Sheet("What makes this run faster here – drivetrain tune", answer, found)
 
 
 def conclusion(tuning: Tuning, proof: Row | None, tested: RangeTest | None) -> str:
