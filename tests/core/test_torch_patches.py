@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import checkpoint
 
 from drivetrain.core.machine import torch_patches
@@ -51,6 +52,26 @@ def test_torch_gives_fake_tensors_no_address():
     with torch_patches.fake_addresses(lambda tensor: int(tensor.storage_offset())):
         assert whole[1:].data_ptr() == 1
     assert FakeTensor.data_ptr is own
+
+
+def test_hooks_of_steps_run_though_the_wrappers_are_removed():
+    """torch's own wrapper runs them: those of all optimizers, and those of one, registered whenever."""
+    called = []
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    torch_patches.remove_step_wrappers(optimizer)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: called.append("before all")),
+        optimizer.register_step_post_hook(lambda *_: called.append("after this")),
+    ]
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    assert called == ["before all", "after this"]
+    assert weight.tolist() == [-2.0, -2.0]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from random import Random
 
 import pytest
 import torch
-from bench import faults, kills, syscalls
+from bench import faults, harness, kills, syscalls
 
 from drivetrain.core.machine import forking
 from drivetrain.core.step.microbatch import Request
@@ -27,7 +27,7 @@ from drivetrain.loader import Pipeline, workers
 from drivetrain.loader.workers import Workers
 from drivetrain.logger.files import Files
 from drivetrain.saving import checkpoint_io
-from tests.support import same_end, traced
+from tests.support import command, same_end, traced
 from tests.support.waiting import LIMIT_S
 
 NAMES = ("sync", "single", "fp32", "last")
@@ -81,6 +81,17 @@ def test_each_gradient_has_a_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert first == same
     assert [a == b for a, b in zip(first["gradients"], other["gradients"], strict=True)] == [False, True]
     assert first["weights"] == other["weights"]
+
+
+def test_hashes_are_written_in_a_run(tmp_path: Path) -> None:
+    place = harness.place_in(tmp_path, "traced.py")
+    names = ("sync", "single", traced.HASHED, "last")
+    command.train(*kills.words_of(names), cwd=place, env={"HASHES": "1"}, code=0)
+    (file,) = place.glob("gradients-*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(rows) == 14
+    assert len({row["weights"][0] for row in rows}) == 14, "each update changes them"
+    assert all(len(row["gradients"]) == len(row["weights"]) == 8 for row in rows)
 
 
 def test_what_ends_of_a_killed_run_are_faults() -> None:

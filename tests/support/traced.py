@@ -13,6 +13,7 @@ import os
 import struct
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 CALLS = (1, 2, 18, 20, 74, 75, 76, 77, 82, 83, 84, 85, 87, 257, 258, 263, 264, 285, 316)  # as bench.syscalls names them
@@ -39,11 +40,16 @@ HASHED = "bf16_pure"  # the precision whose gradients are hashed
 HASHES = "gradients-{}.jsonl"  # beside the run, of each process
 
 
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def hash_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Append to a file the hashes of an optimizer's weights and gradients, before it steps: equal weights tell equal updates."""
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     sums = [
-        [hashlib.sha256(each.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16] for each in tensors]
+        [hashlib.sha256(own_part(each).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16] for each in tensors]
         for tensors in (weights, [each.grad for each in weights if each.grad is not None])
     ]
     with open(HASHES.format(os.getpid()), "a", encoding="utf-8") as file:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from drivetrain.core.machine.torch_patches import compiling, keep_compiler_unimported, remove_step_wrappers
+from drivetrain.core.machine.torch_patches import compiling, keep_compiler_unimported
 
 
 @functools.cache
@@ -28,11 +29,10 @@ def _is_accepted(name: str, device: str) -> bool:
     with _disable_current_modes():  # a fake number has no place of ours
         number = _Placed(torch.zeros(1))
         optimizer = getattr(torch.optim, name)([number], fused=True)
-        remove_step_wrappers(optimizer)
         number.grad, number.place = torch.zeros(1), torch.device(device)
         try:
-            with _OnCpu(), compiling():  # torch asks for devices that record graphs, unless it compiles
-                optimizer.step()
+            with torch.no_grad(), _OnCpu(), compiling():  # torch asks for devices that record graphs, unless it compiles
+                inspect.unwrap(type(optimizer).step)(optimizer)  # without hooks: it is nobody's update
         except RuntimeError:  # "`fused=True` requires all the params to be … of supported devices"
             return False
     return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
@@ -69,16 +70,19 @@ def keep_compiler_unimported() -> None:
 
 
 def remove_step_wrappers(optimizer: torch.optim.Optimizer) -> None:
-    """Make `optimizer.step()` run the optimizer's arithmetic only.
+    """Make `optimizer.step()` run the optimizer's arithmetic only, unless somebody registered a hook.
 
     torch wraps it in a profiler range, hooks and graph breaks for the compiler: about 10 µs a step, and the import. A torch
     whose `step` is not wrapped ends this.
     """
-    arithmetic = inspect.unwrap(type(optimizer).step)
+    wrapped, base = type(optimizer).step, sys.modules[torch.optim.Optimizer.__module__]
+    arithmetic = inspect.unwrap(wrapped)
+    ours = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    hooks = (base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks, *ours)
 
     def step(*closure: Callable[[], float]) -> None:
         with torch.no_grad():
-            arithmetic(optimizer, *closure)
+            (wrapped if any(hooks) else arithmetic)(optimizer, *closure)
 
     vars(optimizer)["step"] = step
 
