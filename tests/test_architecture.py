@@ -209,7 +209,8 @@ def test_one_module_uses_what_hydra_does_not_document():
     assert not is_internal("omegaconf.OmegaConf")
     using = {name for name, path in MODULES.items() if any(map(is_internal, imports(path, for_types=True)))}
     assert using == {"core.options.hydra_parts"}
-    members = re.compile(r"OmegaConf\._|\b(hydra|omegaconf)\._|\._(get_node|get_flag|set_flag|metadata|content|resolve_\w+)\(")
+    of_one_version = r"register_new_resolver|version_base=|OmegaConf\._|\b(hydra|omegaconf)\._"
+    members = re.compile(of_one_version + r"|\._(get_node|get_flag|set_flag|metadata|content|resolve_\w+)\(")
     assert not [name for name, path in MODULES.items() if members.search(path.read_text()) and name != "core.options.hydra_parts"]
 
 

@@ -295,12 +295,12 @@ def _hydra_compose(overrides: tuple[str, ...], folders: tuple[Path, ...]) -> Jso
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
 
-    from drivetrain.core.options.hydra_parts import GlobalHydra
+    from drivetrain.core.options.hydra_parts import VERSION_BASE, GlobalHydra
 
     search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
     before, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # that of a script with @hydra.main
     try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        with initialize_config_dir(str(conf_dir()), **VERSION_BASE):
             composed = hydra_compose("config", overrides=[*overrides, *search])
     except HydraException as error:
         raise UserError(f"the config cannot be composed: {str(error).splitlines()[0]}") from None

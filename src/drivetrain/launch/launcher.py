@@ -276,16 +276,16 @@ def overrides_of(config: Mapping[str, object] | DictConfig, config_dirs: Sequenc
 
 def _resolved(config: DictConfig) -> dict[str, object]:
     """The config as plain dicts and lists. Raises UserError."""
-    from drivetrain.core.options.hydra_parts import oc
+    from drivetrain.core.options.hydra_parts import oc, register_resolver
 
     try:  # a reference to the environment stays as it is
         reference = "${{oc.env:{}}}".format
-        OmegaConf.register_new_resolver("oc.env", lambda *given: reference(",".join(map(str, given))), replace=True)
+        register_resolver("oc.env", lambda *given: reference(",".join(map(str, given))), replace=True)
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         raise UserError(f"the config cannot be resolved: {str(error).splitlines()[0]}") from None
     finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+        register_resolver("oc.env", oc.env, replace=True)
 
 
 def _group(group: str, value: object, config_dirs: Sequence[str]) -> Iterator[str]:
