@@ -73,7 +73,7 @@ def test_a_quick_recipe_does_what_it_claims(name: str, tmp_path: Path) -> None:
     with StopFlag() as stop:
         result = run_rank(job, World(), tmp_path, stop, quiet=True)
     run = replace(read(tmp_path), result=result, status=result.status)
-    facts = Facts.of(run, 0, Reach.parse(claim.target.reach))
+    facts = Facts.of(run, 0, 0, Reach.parse(claim.target.reach))
     differ = Differences.of(claim, facts.kind, facts.device, facts.data)
     seen = ClaimRuns([facts], replace(differ, device="another one"), evaluated(job.run))  # which is not timed
     answers = {kind.key: kind.answer(claim, seen) for kind in ALL if kind.key in ("quality", "target")}

@@ -19,7 +19,7 @@ from drivetrain.core.step.source import Source, Subset
 from drivetrain.core.step.tensors import Tensors
 from drivetrain.core.world import World
 from drivetrain.data import base as module
-from drivetrain.data.base import Splits, chosen, count_held_out, fingerprint, hash_of, hold_out
+from drivetrain.data.base import Splits, chosen, count_held_out, fingerprint, hash_of, hold_out, in_fold
 from drivetrain.data.collation import Stack
 from drivetrain.data.digits import Digits, DigitScenes
 from drivetrain.data.images import ImageFolder
@@ -128,6 +128,48 @@ def test_the_set_depends_on_what_samples_are_not_where_they_are():
     assert set(contents(hold_out(Tensors(x[order], y[order]), 0.1)[1])) == held
     more = Tensors(torch.cat([x, torch.rand(1, 3)]), torch.cat([y, torch.tensor([2])]))
     assert len(set(contents(hold_out(more, 0.1)[1])) & held) >= len(held) - 1
+
+
+@pytest.mark.parametrize("make", [Digits, Wine, lambda **at: Synthetic([4], samples=50, **at)])
+def test_folds_divide_the_training_samples(make):
+    """Each sample is in one fold, the classes have their shares in each, and the test set is the same beside all of them."""
+    folds, whole = [make(folds=5, fold=n) for n in range(5)], make().load(CPU)
+    sets = [option.load_sets(CPU) for option in folds]
+    assert Counter(c for data in sets for c in contents(data.validation)) == Counter(contents(whole.train))
+    assert all(contents(data.test) == contents(whole.test) for data in sets)
+    for option, data in zip(folds, sets, strict=True):
+        assert option.train_samples() == len(data.train) == len(whole.train) - len(data.validation)
+        counts = [torch.bincount(each.fetch(torch.arange(len(each)))[1], minlength=10) for each in (whole.train, data.validation)]
+        assert (counts[1] - counts[0] / 5).abs().max() < 2 or option.on_device, "whose classes are not known before"
+    assert sets[2].origins["validation"] == "fold 2 of 5 of training"
+
+
+def test_folds_keep_groups_together_and_are_refused_where_there_are_too_few():
+    keys = hash_of([f"document {n // 7}" for n in range(210)])
+    folds = [in_fold(keys, None, None, 4, n) for n in range(4)]
+    assert np.all(sum(fold.astype(int) for fold in folds) == 1)
+    assert {int(fold[7 * n : 7 * n + 7].sum()) for fold in folds for n in range(30)} == {0, 7}
+    assert [int(fold.sum()) for fold in folds] == [56, 49, 56, 49]
+    source = Tensors(torch.tensor([[0.0], [1.0]]).repeat(6, 1), torch.zeros(12))
+    with pytest.raises(UserError, match=r"data.folds=3 data.fold=2 takes 0 of 12 training samples.*set fewer folds"):
+        hold_out(source, 1 / 3, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "because"),
+    [
+        (["data=digits", "data.fold=1"], "data.fold=1: there is no such fold: set data.folds=5"),
+        (["data=digits", "data.folds=3", "data.fold=3"], "they are numbered 0 to 2"),
+        (["data=own", "data.folds=3", "data.validation=val"], "data.folds=3 divides the training samples"),
+    ],
+)
+def test_folds_that_there_are_not(words, because, problems):
+    assert because in "".join(problems(*words, "model=mlp"))
+
+
+def test_data_that_makes_its_own_validation_set_has_no_folds():
+    with pytest.raises(UserError, match=r"data.folds=3 divides the training samples, and this data makes"):
+        DigitScenes(samples=40, test_samples=10, folds=3).load_sets(CPU)
 
 
 def test_what_belongs_together_stays_together():

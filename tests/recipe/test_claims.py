@@ -117,8 +117,8 @@ def test_a_claim_is_written_as_it_is_read():
 def test_a_kind_says_itself_in_words():
     assert str(CLAIM) == (
         "1.91 × (1.85 to 1.97) the samples a second of precision=fp32 surgery=[]; quality PASS; "
-        "accuracy 0.97 (0.965 to 0.975), validation, 3 seeds; accuracy>=0.95 after 300 updates, 3.2 s, 3 of 3 seeds; "
-        "412 MiB at most, 3 seeds; 1,500 J, 3 seeds; on a chip, 2 threads with torch 2.15.0, 2026-11-21"
+        "accuracy 0.97 (0.965 to 0.975), validation, 3 runs; accuracy>=0.95 after 300 updates, 3.2 s, 3 of 3 runs; "
+        "412 MiB at most, 3 runs; 1,500 J, 3 runs; on a chip, 2 threads with torch 2.15.0, 2026-11-21"
     )
 
 

@@ -10,7 +10,7 @@ NAMED = ("degradation", "margin", "figures", "memory", "shares", "data")
 ENVIRONMENT = "environment"  # run/environment.py's own; tests/run has it
 
 RUN = "seed samples figures censored error facts"
-FACTS = "seed set figures seconds_to_target updates_to_target reach peak_mib joules data kind device resumed error"
+FACTS = "seed set figures seconds_to_target updates_to_target reach peak_mib joules data kind device resumed error fold"
 VERDICT = "outcome reason metric runs degradation margin decides effect claims confidence differs"
 ROW = (
     "label overrides error ratio samples_per_second step_ms_p50 step_ms_p95 data_wait peak_memory_bytes peaks_bytes compile_s "

@@ -36,6 +36,8 @@ from drivetrain.sweeps.store import (
     Sweep,
     SweepJob,
     best_of,
+    config_of,
+    means,
     merge_overrides,
     one_job,
     prepare,
@@ -281,6 +283,18 @@ def test_the_loss_decides_ties_and_an_average_counts_where_there_is_one(tmp_path
     ended(sweep.entries[2], "completed", 0.8, loss=0.5, ema_accuracy=0.95, ema_loss=0.6)
     assert (best_of(sweep.entries, objective), value_of(sweep.entries[2].result, objective)) == (sweep.entries[2], 0.95)
     assert ties(sweep.entries, objective, sweep.entries[2]) == ""
+
+
+def test_of_configs_over_folds_the_best_mean_decides(tmp_path: Path) -> None:
+    """Not the fold that is easiest; a config one of whose folds did not end is the last."""
+    sweep, store = a_sweep(tmp_path / "s", ["data.folds=2", "data.fold=0,1", "epochs=1,2,3"])
+    for entry, value in zip(sweep.entries, (0.99, 0.9, 0.8, 0.5, 0.8, 0.99), strict=True):
+        ended(entry, "completed", value)
+    best = best_of(sweep.entries, store.objective)
+    assert best is not None
+    assert (best.number, means(sweep.entries, store.objective)[config_of(best)]) == (5, pytest.approx(0.895))
+    ended(sweep.entries[2], "diverged", 0.8)
+    assert best_of(sweep.entries, store.objective) is sweep.entries[1]
 
 
 def test_jobs_with_different_metrics_have_no_best(tmp_path: Path) -> None:

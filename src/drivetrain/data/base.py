@@ -24,7 +24,7 @@ from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.options import groups
 from drivetrain.core.options.allowed import FILE_NAME, PLAIN_NAME, Entries, FileName, Text
-from drivetrain.core.options.option import Option, RunSpec
+from drivetrain.core.options.option import CountOrZero, Option, RunSpec
 from drivetrain.core.order import REPEATS, Order, Sampling
 from drivetrain.core.step import rng, trees
 from drivetrain.core.step.source import GroupedSource
@@ -42,6 +42,7 @@ Fraction = Annotated[float, annotated_types.Gt(0), annotated_types.Lt(1)]
 _NAMED = Entries(PLAIN_NAME, ((Text(r".*", ""), FILE_NAME),))
 Sets = Annotated[dict[str, Fraction | FileName], _NAMED]
 FileSets = Annotated[dict[str, FileName], _NAMED]
+Folds = Annotated[int, annotated_types.Ge(2), annotated_types.Le(1000)]
 Validation = Literal["auto"] | Fraction | FileName | Sets | None
 AUTO_SHARE = 0.1  # of the training samples, with data.validation=auto where the data has no validation set of its own
 
@@ -183,6 +184,8 @@ class Data(Option, groups.Data):
     changes = "trains on other samples"
     drop_last: bool = True
     order: Sampling = "shuffled"
+    folds: Folds | None = None
+    fold: CountOrZero = 0
     # A share of the training set, a set of its own, auto (that, else a share), or several sets of these by name.
     validation: Validation | Mapping[str, object] = None
     stage_keys: ClassVar[tuple[str, ...]] = ("size", "length", "weights", "weights.*")
@@ -201,6 +204,8 @@ class Data(Option, groups.Data):
             vars(self)[key] = _expanded(getattr(self, key))
         if self.reads:
             self.targets = self.kind or self.reads[0]
+        if self.folds is not None and (self.validation in (None, "auto") or isinstance(self.validation, float)):
+            vars(self)["validation"] = 1 / self.folds
 
     def resolve(self, run: RunSpec) -> Self:
         """Read the targets that the user chose, or those that the task wants; for pairs, make two views of each image."""
@@ -228,6 +233,11 @@ class Data(Option, groups.Data):
         shares = [name for name, setting in self.several("validation").items() if isinstance(setting, float)]
         if len(shares) > 1:
             yield f"data.validation: {' and '.join(shares)} are shares of training, and one can be held out: name files"
+        if self.fold >= (self.folds or 1):
+            mend = f"they are numbered 0 to {self.folds - 1}" if self.folds else "set data.folds=5, or how many there are"
+            yield f"data.fold={self.fold}: there is no such fold: {mend}"
+        if self.folds is not None and not isinstance(self.validation, float):
+            yield f"data.folds={self.folds} divides the training samples, and data.validation names other sets: leave one out"
 
     def several(self, split: str) -> Mapping[str, object]:
         """Return the settings of the named sets of a split, validation or test; {} where it is one set, or none."""
@@ -276,10 +286,15 @@ class Data(Option, groups.Data):
         """Load the data with all its sets, one that is a share of the training set too."""
         data, share, names = self.load(device), self.share(), list(self.several("validation")) or [""]
         own = data.sets("validation")
+        if self.folds is not None and own:
+            raise UserError(
+                f"data.folds={self.folds} divides the training samples, and this data makes a validation set of its own"
+            )
         if share is None or all(name in own for name in names):
             return data
-        train, held = hold_out(data.train, share)
-        origins = {"validation": f"{share:g} of training", **data.origins}
+        train, held = hold_out(data.train, share, self.folds, self.fold)
+        of = f"{share:g}" if self.folds is None else f"fold {self.fold} of {self.folds}"
+        origins = {"validation": f"{of} of training", **data.origins}
         return replace(data, train=train, validation={name: own.get(name, held) for name in names}, origins=origins)
 
     def load_whole(self, own: Splits) -> Splits | None:
@@ -379,7 +394,13 @@ class Data(Option, groups.Data):
     def train_samples(self) -> int | None:
         """Return the number of training samples; None where only loading tells."""
         samples, share = self.loaded_samples(), self.share()
-        return samples if samples is None or share is None else samples - count_held_out(samples, share)
+        if samples is None or share is None:
+            return samples
+        left, held = samples, 0
+        for n in range(min(self.fold, self.folds or 0) + 1):
+            left -= held
+            held = count_held_out(left, 1 / (self.folds - n) if self.folds else share) if left else 0
+        return samples - held
 
     def loaded_samples(self) -> int | None:
         """Return the number of training samples, those included that are held out of them; None where only loading tells."""
@@ -577,8 +598,10 @@ def _expanded(given: object) -> object:
     return os.path.expanduser(given) or None if isinstance(given, str) else given
 
 
-def hold_out(source: Source, share: float) -> tuple[Source, Source]:
+def hold_out(source: Source, share: float, folds: int | None = None, fold: int = 0) -> tuple[Source, Source]:
     """Return the training and the validation samples of a source: the same ones in every run, on any number of ranks.
+
+    With `folds` these are the samples of one fold in place of a share.
 
     Which ones depends on the samples alone: on their content, or on what names them where reading them is too dear. Samples
     that belong together, such as the pieces of a document, stay together. Each class gives the same share, where the classes
@@ -587,15 +610,33 @@ def hold_out(source: Source, share: float) -> tuple[Source, Source]:
     labels, groups, counts = source.labels(), source.groups, None
     if groups is not None:
         counts, labels = groups.numpy(), None if labels is None else labels[groups.cumsum(0) - groups]
-    which = torch.from_numpy(chosen(_keys(source), None if labels is None else labels.cpu().numpy(), share, counts))
+    keys, of_class = _keys(source), None if labels is None else labels.cpu().numpy()
+    which = torch.from_numpy(in_fold(keys, of_class, counts, folds, fold) if folds else chosen(keys, of_class, share, counts))
     held = int(which.sum() if groups is None else groups[which].sum())
     if not held or held == len(source):
+        setting = f"data.folds={folds} data.fold={fold}" if folds else f"data.validation={share:g}"
         raise UserError(
-            f"data.validation={share:g} takes {held} of {len(source)} training samples, and both sets need some (samples that "
-            "belong together stay together): set another share, or data.validation=null to select on the test set"
+            f"{setting} takes {held} of {len(source)} training samples, and both sets need some (samples that "
+            f"belong together stay together): set {'fewer folds' if folds else 'another share'}, or data.validation=null "
+            "to select on the test set"
         )
     part = source.subset if groups is None else cast(GroupedSource, source).of
     return part((~which).nonzero().flatten()), part(which.nonzero().flatten())
+
+
+def in_fold(keys: np.ndarray, labels: np.ndarray | None, counts: np.ndarray | None, folds: int, fold: int) -> np.ndarray:
+    """Return which samples are those of a fold, bool (n,): each fold takes its share of what those before it have left.
+
+    The arguments are those of `chosen`.
+    """
+    left = np.ones(len(keys), bool)
+    for n in range(fold + 1):
+        held = np.zeros_like(left)
+        if left.any():
+            parts = (None if part is None else part[left] for part in (labels, counts))
+            held[left] = chosen(keys[left], next(parts), 1 / (folds - n), next(parts))
+        left &= ~held
+    return held
 
 
 def count_held_out(samples: int, share: float) -> int:

@@ -176,8 +176,11 @@ class Mix(Data):
         yield from self._of_sources(run)
         if getattr(self.first, "packing", False):
             yield "data=mix: the rows of data.packing=true hold samples of one source: set it to false, and batch=bucketed"
-        if self.given is not None:
-            yield "data.validation is of one source: set data.sources={web: {validation: 0.1, …}, …}, where each has its own"
+        if self.given is not None or self.folds is not None:
+            yield (
+                "data.validation and data.folds are of one source: set data.sources={web: {validation: 0.1, …}, …}, where each "
+                "has its own"
+            )
         if self.order != "shuffled":
             yield f"data.order={self.order}: data=mix has an order of its own: set data.order=shuffled"
         for key in ("weights", "at_most"):

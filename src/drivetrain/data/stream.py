@@ -46,6 +46,8 @@ class OwnStream(OwnDataset):
 
     pad: bool = field(init=False, default=False)
     order: Sampling = field(init=False, default="sequential")  # its own
+    folds: None = field(init=False, default=None)  # as it has no numbers
+    fold: int = field(init=False, default=0)
     validation: Name | Arguments | None = None
     updates: Count = 1000
     eval_samples: Count = 1000

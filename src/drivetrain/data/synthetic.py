@@ -10,11 +10,11 @@ import annotated_types
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.machine.guards import too_large
-from drivetrain.core.options.option import Count, RunSpec
+from drivetrain.core.options.option import Count, CountOrZero, RunSpec
 from drivetrain.core.order import Sampling
 from drivetrain.core.step import rng
 from drivetrain.core.step.target_kinds import TargetKind
-from drivetrain.data.base import Data, Fraction, Splits, Tensors
+from drivetrain.data.base import Data, Folds, Fraction, Splits, Tensors
 
 Shape = Annotated[Sequence[Count], annotated_types.MinLen(1)]  # of one input, without the batch
 
@@ -38,10 +38,14 @@ class Synthetic(Data):
         tokens: bool = False,
         drop_last: bool = True,
         order: Sampling = "shuffled",
+        folds: Folds | None = None,
+        fold: CountOrZero = 0,
     ) -> None:
+        self.folds, self.fold = folds, fold
         self._shape, self.classes, self.drop_last, self.order = tuple(shape), classes, drop_last, order
         self.samples, self.test_samples, self.validation, self.tokens = samples, test_samples, validation, tokens
         self.targets: TargetKind = "tokens" if tokens else "class"
+        self.__post_init__()
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if self.tokens and len(self._shape) != 1:

@@ -114,7 +114,7 @@ class Quality(Kind):
 
     def __str__(self) -> str:
         spread = f" ({self.interval[0]:.4g} to {self.interval[1]:.4g})" if self.interval else ""
-        return f"{self.metric} {self.mean:.4g}{spread}, {self.set}, {seeds(self.n)}"
+        return f"{self.metric} {self.mean:.4g}{spread}, {self.set}, {runs(self.n)}"
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Target(Kind):
     def __str__(self) -> str:
         updates = f"{self.updates:,.0f} updates" if self.updates is not None else "–"
         seconds = f", {self.seconds:,.1f} s" if self.seconds is not None else ""
-        return f"{self.reach} after {updates}{seconds}, {self.reached} of {seeds(self.n)}"
+        return f"{self.reach} after {updates}{seconds}, {self.reached} of {runs(self.n)}"
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Memory(Kind):
     n: Annotated[int, Rule(sections.count, "the number of runs that it was measured in")]
 
     def __str__(self) -> str:
-        return f"{self.peak_mib:,.0f} MiB at most, {seeds(self.n)}"
+        return f"{self.peak_mib:,.0f} MiB at most, {runs(self.n)}"
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Energy(Kind):
     n: Annotated[int, Rule(sections.count, "the number of runs that it was measured in")]
 
     def __str__(self) -> str:
-        return f"{self.joules:,.0f} J, {seeds(self.n)}"
+        return f"{self.joules:,.0f} J, {runs(self.n)}"
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,7 @@ class Claim(Section):
         dict[str, str], Rule(sections.texts_by_name, "the software that it was measured with, as {torch: 2.15.0}")
     ]
     seeds: Annotated[tuple[int, ...] | None, Rule(sections.different_numbers)] = None
+    folds: Annotated[int | None, Rule(sections.count)] = None  # each of which was trained with each seed
     measured: Annotated[str | None, Rule(sections.text)] = None  # a date
 
     def kinds(self) -> dict[str, Kind]:
@@ -211,8 +212,9 @@ class Claim(Section):
             yield f"{key} claims nothing: give one of {', '.join(KINDS)}"
         for name, kind in self.kinds().items():
             n = getattr(kind, "n", None)
-            if self.seeds is not None and n is not None and (n > len(self.seeds) or (kind.of_all and n != len(self.seeds))):
-                yield f"{key}.{name}.n={n}, but {key}.seeds are {len(self.seeds)}"
+            of, on = len(self.seeds or ()) * (self.folds or 1), f" on {self.folds} folds" if self.folds else ""
+            if self.seeds is not None and n is not None and (n > of or (kind.of_all and n != of)):
+                yield f"{key}.{name}.n={n}, but {key}.seeds are {len(self.seeds)}{on}"
 
     def text(self) -> str:
         """The section of a recipe's file."""
@@ -232,9 +234,9 @@ def times(middle: float, low: float, high: float) -> str:
     return f"{middle:.2f} × ({low:.2f} to {high:.2f})"
 
 
-def seeds(count: int) -> str:
-    """A number of seeds in words."""
-    return f"{count} seed{'s' if count > 1 else ''}"
+def runs(count: int) -> str:
+    """A number of runs, each with another seed or fold, in words."""
+    return f"{count} run{'s' if count > 1 else ''}"
 
 
 def as_overrides(against: JsonMapping) -> str:

@@ -272,6 +272,8 @@ def _show(sweep: Sweep, objective: Selection | None) -> None:
     figures = handed_on(best.result.judged("best"))
     value = f"{best.result.judged_by} {objective.name} {terminal.number(figures[objective.name])}{best.result.when(figures)}"
     echo(f"\nbest: job {best.number}, {value} ({best.job.label or 'the only one'}){store.ties(sweep.entries, objective, best)}")
+    if (mean := store.means(sweep.entries, objective).get(store.config_of(best))) is not None:
+        echo(f"  the mean of its config over seeds and folds: {objective.name} {terminal.number(mean)} at the end of training")
     dirs = "".join(f"--config-dir {shlex.quote(folder)} " for folder in sweep.config_dirs)
     echo(f"  drivetrain train {dirs}{overrides}")
     echo(f"  its recipe: {best.run_dir / 'recipe.yaml'}")

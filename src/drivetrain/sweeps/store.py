@@ -7,6 +7,7 @@ import logging
 import math
 import shlex
 import shutil
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from drivetrain.core.machine import home
 from drivetrain.core.machine.files import read_json, write_json
 from drivetrain.core.machine.paths import add_import_paths
 from drivetrain.core.options.overrides import format_value, key_of, parse_each
-from drivetrain.core.options.selection import Selection, handed_on, selected
+from drivetrain.core.options.selection import REPEATS, Selection, handed_on, selected
 from drivetrain.core.typed import JsonObject, fits
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
@@ -377,10 +378,28 @@ def value_of(result: Result | None, objective: Selection | None) -> float | None
     return objective.value(place) if objective is not None and place is not None else None
 
 
+def config_of(entry: StoredJob) -> str:
+    """A job's overrides without the seed and the fold."""
+    return str([word for word in entry.job.overrides if key_of(word) not in REPEATS])
+
+
+def means(entries: Sequence[StoredJob], objective: Selection | None) -> dict[str, float]:
+    """The mean of the objective at the end, by config, of those with several jobs; the worst where one of them has none."""
+    if objective is None:
+        return {}
+    found: dict[str, list[float]] = {}
+    for entry in entries:
+        result, worst = entry.result, -math.inf if objective.maximize else math.inf
+        end = handed_on(result.judged("final")) if result is not None and result.status == "completed" else {}
+        found.setdefault(config_of(entry), []).append(end.get(objective.name, worst))
+    return {config: statistics.mean(values) for config, values in found.items() if len(values) > 1}
+
+
 def best_of(entries: Sequence[StoredJob], objective: Selection | None) -> StoredJob | None:
-    """The best job (the first of a tie), or None if no job is ranked."""
+    """The best job (the first of a tie), or None if no job is ranked. Of configs with several jobs it is one of the best mean."""
     placed = [(place, entry) for entry in entries if (place := place_of(entry.result, objective)) is not None]
-    return min(placed, key=lambda each: each[0])[1] if placed else None
+    of, sign = means(entries, objective), -1 if objective is not None and objective.maximize else 1
+    return min(placed, key=lambda each: (sign * of.get(config_of(each[1]), 0.0), each[0]))[1] if placed else None
 
 
 def ties(entries: Sequence[StoredJob], objective: Selection, best: StoredJob) -> str:

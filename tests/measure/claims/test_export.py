@@ -80,7 +80,7 @@ def test_several_seeds():
     assert (quality.metric, quality.set, quality.n) == ("accuracy", "validation", 3)
     assert (quality.mean, quality.sd) == pytest.approx((0.92, 0.02))
     assert quality.interval == pytest.approx((0.92 - 0.049683, 0.92 + 0.049683), abs=1e-5)  # t(0.975, 2) · 0.02 / √3
-    assert str(claim.target) == "accuracy>=0.8 after 50 updates, 50.0 s, 3 of 3 seeds"
+    assert str(claim.target) == "accuracy>=0.8 after 50 updates, 50.0 s, 3 of 3 runs"
     assert (claim.target.slowest, claim.memory.peak_mib, claim.memory.n) == (60, 403, 3)
     assert (claim.seeds, claim.energy, claim.speed) == ((1, 2, 3), None, None)
     assert (claim.data.hash, claim.data.samples) == (DATA["hash"], DATA["samples"])
@@ -88,7 +88,20 @@ def test_several_seeds():
     assert (claim.versions, claim.measured) == ({"torch": "2.15.0", "drivetrain": "0.1.0"}, "2023-11-14")
     text = Path("made.yaml").read_text()
     assert "  seed: 1\n" in text, "the recipe is that of the first seed"
-    assert "# and of the same with other seeds: runs/2, runs/3" in text
+    assert "# and of the same with other seeds or folds: runs/2, runs/3" in text
+
+
+def test_folds():
+    """A claim over folds is of all of them, with each seed; their training samples differ, and those of the first are named."""
+    of = "data:\n  folds: 2\n  fold: {}\n".format
+    runs = [made_run(f"runs/{n}", 1, 0.9 + n / 50, config=of(n), data={**DATA, "hash": f"{n}" * 9}) for n in (1, 0)]
+    claim = exported(*runs)
+    assert (claim.seeds, claim.folds, claim.quality.n, claim.quality.mean) == ((1,), 2, 2, pytest.approx(0.91))
+    assert claim.data.hash == "0" * 9
+    more = made_run("runs/2", 2, config=of(0))
+    assert "data.folds=2: a claim is over all folds with each seed, 4 runs, and these are 3" in refusals(*runs, more)
+    again = made_run("runs/3", 1, config=of(0))
+    assert "several runs have runtime.seed=1 data.fold=0" in refusals(*runs, again)
 
 
 TARGET = {"target": "accuracy>=0.8"}

@@ -198,9 +198,9 @@ def test_each_kind_is_answered_by_what_the_runs_measured(kind, runs, claim, outc
 @pytest.mark.parametrize(
     ("kind", "runs", "measured"),
     [
-        ("quality", several(0.5, **OTHER_DATA), "accuracy 0.5, validation, 1 seed"),  # what was measured is shown all the same
+        ("quality", several(0.5, **OTHER_DATA), "accuracy 0.5, validation, 1 run"),  # what was measured is shown all the same
         ("quality", [facts(5, figures={"test": {"accuracy": 1.0}})], "–"),
-        ("memory", memory(100.0, 560.0, None), "560 MiB at most, 2 seeds"),
+        ("memory", memory(100.0, 560.0, None), "560 MiB at most, 2 runs"),
     ],
 )
 def test_what_was_measured_is_shown(kind, runs, measured):
@@ -339,7 +339,11 @@ def trained(monkeypatch):
     def of(claim: Claim, **left: Any) -> ClaimRuns:
         @contextmanager
         def trainings(*_: Any, **named: Any) -> Iterator[Any]:
-            yield lambda spec, seed, alone: asked.append((seed, alone)) or TrainedRun(seed, 0, facts=facts(seed, **left))
+            def run(spec: VariantSpec, seed: int, alone: bool, fold: int | None) -> TrainedRun:
+                asked.append((seed, alone) if fold is None else (seed, fold))
+                return TrainedRun(seed, 0, facts=facts(seed, **left))
+
+            yield run
 
         monkeypatch.setattr(verify, "trainings", trainings)
         spec = VariantSpec("it", [], prepare(["model=mlp", "runtime.device=cpu"]))
@@ -365,6 +369,9 @@ def test_one_seed_is_trained_where_it_fails_or_nothing_can_be_told_and_the_first
     trained.asked.clear()
     trained(replace(CLAIM, memory=None))
     assert trained.asked[0] == (5, False)
+    trained.asked.clear()
+    trained(replace(CLAIM, folds=2))
+    assert trained.asked == [(seed, fold) for seed in (5, 6, 7) for fold in (0, 1)]
 
 
 # --- true runs ---
@@ -513,7 +520,7 @@ def test_the_runs_of_a_verdict_are_claimed_too():
     made = claims.claim_of(row(verdict=Verdict(PASS, "", "accuracy", runs)), {"precision": "fp32"})
     assert list(made.kinds()) == ["speed", "quality", "target"]
     assert (made.quality.mean, made.quality.set, made.seeds) == (0.75, "validation", (0, 1))
-    assert str(made.target) == "accuracy>=0.5 after 40 updates, 1.5 s, 2 of 2 seeds"
+    assert str(made.target) == "accuracy>=0.5 after 40 updates, 1.5 s, 2 of 2 runs"
     assert made.data == DataSection(**data)
     runs[1].facts.error = "diverged"
     assert list(claims.claim_of(row(verdict=Verdict(FAIL, "", "accuracy", runs)), {"precision": "fp32"}).kinds()) == ["speed"]

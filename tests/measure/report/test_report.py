@@ -16,7 +16,7 @@ from drivetrain.cli import main
 from drivetrain.core.options.selection import Reach
 from drivetrain.data.tabular import data_file
 from drivetrain.measure.report import report, samples
-from drivetrain.measure.report.report import summarize_seeds
+from drivetrain.measure.report.report import summarize_repeats
 from drivetrain.run import directory
 from drivetrain.run.reader import differing, find, read
 from drivetrain.run.result import Result
@@ -143,7 +143,7 @@ def test_several_configs_over_the_same_seeds_have_a_verdict(train, words, seeds,
     for more in ([], words.split()):
         for seed in range(seeds):
             train("data=digits", "epochs=2", "updates=null", "batch.global_batch=128", f"runtime.seed={seed}", *more)
-    found = summarize_seeds(find([Path("outputs")]))
+    found = summarize_repeats(find([Path("outputs")]))
     assert found.header[:3] == ["config", "accuracy ± deviation", "seeds"]
     first, second = found.rows
     assert re.fullmatch(r"[\d.]+ ± [\d.]+", first[1])
@@ -151,6 +151,23 @@ def test_several_configs_over_the_same_seeds_have_a_verdict(train, words, seeds,
     assert second[4].startswith(because)
     assert re.search(rf"{words} +[\d.±– ]+ {completed} +{word}", says("report", "outputs", "out=page"))
     assert f'<td class="{word}">{word}</td>' in (Path("page") / "report.html").read_text()
+
+
+def test_folds_are_summed_up_as_seeds_are(train, says, capsys):
+    """A row for each config, in the terminal and on the page, whose answer is the best mean."""
+    for rate in ("0.01", "1e-9"):
+        for fold in range(2):
+            words = ["data=digits", "epochs=2", "updates=null", "batch.global_batch=64", f"optimizer.lr={rate}"]
+            train(*words, "data.folds=2", f"data.fold={fold}")
+    found = summarize_repeats(find([Path("outputs")]))
+    assert (found.name, found.header[:3]) == ("Over folds", ["config", "accuracy ± deviation", "folds"])
+    assert [row[0] for row in found.rows] == ["optimizer.lr=0.01", "optimizer.lr=1e-9"]
+    assert ([row[2] for row in found.rows], found.winner) == (["2", "2"], 0)
+    said = " ".join(says("report", "outputs", "out=page").split())
+    spread = found.rows[0][1]
+    assert f"Over 2 folds optimizer.lr=0.01 has the mean accuracy {spread} on the validation set at the end" in said
+    report.of_sweep(Path("outputs"))
+    assert "Over folds, at the end of training:\n config " in capsys.readouterr().out
 
 
 def test_configs_are_judged_on_the_same_data_alone(train):
@@ -161,7 +178,7 @@ def test_configs_are_judged_on_the_same_data_alone(train):
             last = train("data=synthetic", *words, noise, f"runtime.seed={seed}")
         result = Path(last.run_dir) / "result.json"
         result.write_text(json.dumps({**json.loads(result.read_text()), "status": "interrupted"}))
-    found = summarize_seeds(find([Path("outputs")]))
+    found = summarize_repeats(find([Path("outputs")]))
     assert [row[2:] for row in found.rows] == [["2"], ["2"]]
 
 

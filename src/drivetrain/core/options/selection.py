@@ -13,6 +13,7 @@ from drivetrain.core.options.run_spec import RunSpec
 
 AVERAGED = "ema_"
 SETS = ("validation", "test")
+REPEATS = ("runtime.seed", "data.fold")  # keys in which runs of one config differ: what they reach has a mean and a deviation
 
 
 class Figure(NamedTuple):

@@ -179,11 +179,12 @@ class Facts:
     device: str | None = None  # its name
     resumed: bool = False  # several parts: times, memory and energy are not those of one training
     error: str | None = None  # why it did not complete
+    fold: int = 0
 
     @classmethod
-    def of(cls, run: RunFiles, seed: int, reach: Reach | None = None) -> Facts:
+    def of(cls, run: RunFiles, seed: int, fold: int = 0, reach: Reach | None = None) -> Facts:
         """The facts of a run's files."""
-        found, result = cls(seed), run.result
+        found, result = cls(seed, fold=fold), run.result
         if result is None or run.status != "completed":
             lines = str((result.error if result else "") or "no error message").splitlines()
             found.error = text(f"{run.status}: {lines[0] if lines else ''}")
@@ -243,10 +244,10 @@ def seconds_to(reach: Reach | str) -> str:
     return f"seconds to {reach}"
 
 
-def trained_run(run: RunFiles, seed: int, reach: Reach | None = None) -> TrainedRun:
+def trained_run(run: RunFiles, seed: int, fold: int = 0, reach: Reach | None = None) -> TrainedRun:
     """The figures of a run's files that are judged."""
     samples = run.train.samples[-1] if run.train.samples else 0
-    facts = Facts.of(run, seed, reach)
+    facts = Facts.of(run, seed, fold, reach)
     if run.result is None or facts.error is not None:
         return TrainedRun(seed, samples, error=facts.error, facts=facts)
     trained = TrainedRun(seed, samples, final_figures(run.result.metrics.get(run.result.judged_by)), facts=facts)
@@ -330,14 +331,14 @@ def proven(variants: Sequence[TimesToTarget]) -> int | None:
     return best if faster is not None and faster.low > 1 else None
 
 
-# By the variant's config, and the seed.
-Trained = dict[tuple[str, int], TrainedRun]
+# By the variant's config, the seed and the fold.
+Trained = dict[tuple[str, int, int | None], TrainedRun]
 
 
 class Train(Protocol):
     """Trains a variant with a seed, once; what the run has left is gone from the disk."""
 
-    def __call__(self, spec: VariantSpec, seed: int, alone: bool = False) -> TrainedRun:
+    def __call__(self, spec: VariantSpec, seed: int, alone: bool = False, fold: int | None = None) -> TrainedRun:
         """`alone`: in a new interpreter, whose memory is that of the run; a forked process shares this one's."""
 
 
@@ -363,12 +364,13 @@ def trainings(
     try:
         with SignalForwarder() as signals:
 
-            def train(spec: VariantSpec, seed: int, alone: bool = False) -> TrainedRun:
-                key = (str(baseline_job([spec]).composed.plain), seed)
+            def train(spec: VariantSpec, seed: int, alone: bool = False, fold: int | None = None) -> TrainedRun:
+                key = (str(baseline_job([spec]).composed.plain), seed, fold)
                 if key in runs:
                     return runs[key]
                 progress(f"training {spec.label or 'the first variant'}: seed {seed}")
                 words = [f"runtime.seed={seed}", f"output_dir={format_value(str(folder))}"]
+                words += [f"data.fold={fold}"] if fold is not None else []
                 job = spec.again([*words, *([f"target={format_value(str(reach))}"] if reach is not None and sets_target else [])])
                 job.told = spec.label in told
                 if alone:
@@ -380,7 +382,7 @@ def trainings(
                     result = run_one(replace(spec, overrides=job.composed.overrides, job=job), place, signals, quiet=True)
                 if signals.raised:
                     raise Interrupted("stopped by a signal while variants were trained")
-                runs[key] = trained_run(replace(read(place), result=result, status=result.status), seed, reach)
+                runs[key] = trained_run(replace(read(place), result=result, status=result.status), seed, fold or 0, reach)
                 directory.remove(place)
                 return runs[key]
 

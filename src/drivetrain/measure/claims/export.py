@@ -16,7 +16,7 @@ from typing import Literal
 from drivetrain.config.composed import flatten
 from drivetrain.core.errors import DONE, FAILED, UserError, did_you_mean, printable, refuse
 from drivetrain.core.options.overrides import key_of
-from drivetrain.core.options.selection import Reach
+from drivetrain.core.options.selection import REPEATS, Reach
 from drivetrain.core.typed import JsonObject
 from drivetrain.core.user.given import objects_in
 from drivetrain.launch.job import Job
@@ -82,9 +82,9 @@ def measured_by(runs: Sequence[Facts], metric: str | None, of_set: str | None = 
     found: JsonObject = {kind.key: kind.made(runs, metric, of_set) for kind in verify.ALL}
     read = runs[0].data or {}
     data = claims.DataSection(read.get("hash", ""), read.get("of", ""), read.get("samples", 0))
-    if all(run.data == runs[0].data for run in runs) and not any(data.problems("data")):
+    if all(run.data == runs[0].data for run in runs if run.fold == runs[0].fold) and not any(data.problems("data")):
         found["data"] = data
-    return {**found, "seeds": tuple(run.seed for run in runs)}
+    return {**found, "seeds": tuple(dict.fromkeys(run.seed for run in runs))}
 
 
 def _not_in_a_recipe(job: Job) -> set[str]:
@@ -263,7 +263,7 @@ def export(run_dirs: Sequence[Path], settings: ExportSettings | None = None) -> 
     if len({folder.resolve() for folder in run_dirs}) < len(run_dirs):
         problems.append("a run's directory is given twice: name each once")
     refuse(problems)
-    runs = sorted(map(reader.read, run_dirs), key=_seed)
+    runs = sorted(map(reader.read, run_dirs), key=_repeat)
     refuse(
         f"{run.path} was made by a program, with its {' '.join(objects)}: put what that names into a module, and train with it"
         for run in runs
@@ -290,7 +290,7 @@ def _origin(runs: Sequence[RunFiles]) -> str:
         ", ".join(versions),
         f"commit {commit}" if (commit := facts.get("git_commit")) else "",
         f"result: {run_table.verdict([run])}{f'; {rate:,.0f} samples/s' if rate else ''}",
-        f"and of the same with other seeds: {', '.join(others)}" if others else "",
+        f"and of the same with other seeds or folds: {', '.join(others)}" if others else "",
     ]
     return as_comments([line for line in lines if line])
 
@@ -302,7 +302,7 @@ def claim_of_runs(runs: Sequence[RunFiles], settings: ExportSettings) -> claims.
     reach = Reach.parse(by_number) or Reach.parse(str(target)) if target is not None else None
     if target is not None and reach is None:
         raise UserError(f"target={sections.shown(target)}: give a metric and a value, as 'target=accuracy>=0.98'")
-    found = [Facts.of(run, _seed(run), reach) for run in runs]
+    found = [Facts.of(run, *_repeat(run), reach) for run in runs]
     refuse([*_refusals(runs, found)] or [*_without_figures(found, settings, reach)])
     device, date = claims.DeviceSection(found[0].kind or "", found[0].device or ""), None
     if any(device.problems("device")):
@@ -310,17 +310,24 @@ def claim_of_runs(runs: Sequence[RunFiles], settings: ExportSettings) -> claims.
     with suppress(KeyError, ValueError, OverflowError, OSError):  # not recorded, or no time
         date = time.strftime("%Y-%m-%d", time.localtime(max(run.environment["time"] for run in runs)))
     measured = measured_by(found, settings.metric or name, settings.set)
-    claim = claims.Claim(device=device, versions=_versions(runs[0]), measured=date, **measured)
+    folds = _folds(runs)
+    claim = claims.Claim(device=device, versions=_versions(runs[0]), measured=date, **measured, folds=folds)
     refuse(f"{runs[0].path}: {problem}" for problem in claim.problems("claim") if claim.kinds())
     return claim if claim.kinds() else None
 
 
-def _seed(run: RunFiles) -> int:
-    """The seed of a run. Raises UserError where its files do not say."""
-    seed = run.config.get(SEED)
-    if not isinstance(seed, int) or sections.whole(seed):
+def _repeat(run: RunFiles) -> tuple[int, int]:
+    """The seed and the fold of a run. Raises UserError where its files do not say."""
+    seed, fold = run.config.get(SEED), run.config.get("data.fold", 0)
+    if not isinstance(seed, int) or sections.whole(seed) or not isinstance(fold, int):
         raise UserError(f"{run.path}: its config.yaml does not say {SEED}")
-    return seed
+    return seed, fold
+
+
+def _folds(runs: Sequence[RunFiles]) -> int | None:
+    """The number of folds that several runs are of; None where they are none."""
+    found = runs[0].config.get("data.folds")
+    return found if isinstance(found, int) and len(runs) > 1 else None
 
 
 def _versions(run: RunFiles) -> dict[str, str]:
@@ -335,19 +342,23 @@ def _refusals(runs: Sequence[RunFiles], found: Sequence[Facts]) -> Iterator[str]
     def each(values: Iterable[object]) -> str:
         return printable(", ".join(dict.fromkeys(map(sections.shown, values))))
 
-    if other := [key for key in differing(runs) if key != SEED]:
+    if other := [key for key in differing(runs) if key not in REPEATS]:
         values = "; ".join(f"{key}: {each(run.config.get(key) for run in runs)}" for key in other)
         yield f"a claim over seeds is of one config, and these runs differ in {printable(values)}"
-    seeds = [fact.seed for fact in found]
-    if again := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
-        yield f"several runs have {SEED}={again[0]}: give one run for each seed"
+    places = [(fact.seed, fact.fold) for fact in found]
+    folds = _folds(runs)
+    if again := sorted({place for place in places if places.count(place) > 1}):
+        of_fold = f" data.fold={again[0][1]}" if folds else ""
+        yield f"several runs have {SEED}={again[0][0]}{of_fold}: give one run for each seed"
+    elif folds and len(places) < (wanted := folds * len({seed for seed, _ in places})):
+        yield f"data.folds={folds}: a claim is over all folds with each seed, {wanted} runs, and these are {len(places)}"
     failed = {run.path: fact.error for run, fact in zip(runs, found, strict=True) if fact.error is not None}
     for path, error in failed.items():
         yield f"{path}: {error}: a claim is over runs that have completed, and none may be left out"
     sides: dict[str, list[object]] = {
         "devices": [fact.device for fact in found],
         "versions": [str(_versions(run)) for run in runs],
-        "training data": [(fact.data or {}).get("hash") for fact in found],
+        "training data": [(fact.data or {}).get("hash") for fact in found if fact.fold == found[0].fold],
     }
     for name, own in sides.items():
         if len(set(map(str, own))) > 1 and not failed:

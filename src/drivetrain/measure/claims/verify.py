@@ -6,6 +6,7 @@ the recipe to its end with seeds that the claim did not have.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -335,7 +336,8 @@ def verify(
     elif asked:
         given = any(key_of(word) == "runtime.seed" for word in overrides)
         first = job.run.runtime.seed if given else max(claim.seeds or (job.run.runtime.seed,)) + 1
-        seen = train(spec, claim, range(first, first + settings.seeds), asked)
+        seeds = settings.seeds if claim.folds is None else math.ceil(settings.seeds / claim.folds)  # each on all folds
+        seen = train(spec, claim, range(first, first + seeds), asked)
         answers, runs = [*answers, *(kind.answer(claim, seen) for kind in asked)], seen.runs
     return Verified(recipe, answers, job, compared, runs)
 
@@ -366,8 +368,8 @@ def train(spec: VariantSpec, claim: claims.Claim, seeds: Sequence[int], asked: S
     reach, kind = Reach.parse(claim.target.reach) if claim.target is not None else None, job.run.runtime.device_type()
     seen = ClaimRuns([], Differences(), evaluated(job.run))
     with Steps() as progress, trainings("verify", job, reach, progress, sets_target=False) as run:
-        for seed in seeds:
-            facts = run(spec, seed, alone=claim.memory is not None and kind == "cpu" and not seen.runs).facts
+        for seed, fold in itertools.product(seeds, range(claim.folds) if claim.folds else (None,)):
+            facts = run(spec, seed, claim.memory is not None and kind == "cpu" and not seen.runs, fold).facts
             assert facts is not None
             if not seen.runs:
                 seen.differ = Differences.of(claim, facts.kind or kind, facts.device, facts.data)

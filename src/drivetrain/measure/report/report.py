@@ -12,7 +12,7 @@ from pathlib import Path
 from drivetrain.core.errors import DONE, UserError, refuse
 from drivetrain.core.machine.paths import expanded
 from drivetrain.core.options.option import CountOrZero
-from drivetrain.core.options.selection import Reach, Selection
+from drivetrain.core.options.selection import REPEATS, Reach, Selection
 from drivetrain.core.typed import fits
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import quality
@@ -31,59 +31,77 @@ from drivetrain.ui.pages.run_table import Target
 ENDED = ("completed", "failed", "diverged")  # the statuses of runs that ended by themselves
 LOOKED_AT = 512  # samples of a set, at random; the worst of them are shown
 MOMENTS = 2.0  # seconds of training: so many samples are looked at when a run ends
+Repeats = dict[tuple[int, int], RunFiles]  # the runs of one config by their values of REPEATS
 
 
-def summarize_seeds(runs: Sequence[RunFiles], target: Target = None) -> sheet.Table:
-    """A row for each config that was run with several seeds: its metric's mean and deviation, and the verdict on its quality.
+def summarize_repeats(runs: Sequence[RunFiles], target: Target = None) -> sheet.Table:
+    """A row for each config that was run with several seeds, or on several folds: its metric's mean and deviation, and a verdict.
 
-    The verdict is against the first such config on the same data and loss, the oldest, seed by seed. Runs that were stopped
-    are left out. With a `target` each row says how many seeds reached it, and the fastest comes first.
+    The verdict on its quality is against the first such config on the same data and loss, the oldest, seed by seed and fold by
+    fold. Runs that were stopped are left out. With a `target` each row says how many reached it, and the fastest comes first.
     """
-    groups: dict[str, dict[int, RunFiles]] = {}
+    groups: dict[str, Repeats] = {}
     for run in runs:
-        seed = run.config.get("runtime.seed", 0)
-        if run.config and run.status in ENDED and fits(seed, int):
-            key = str(sorted((k, str(v)) for k, v in run.config.items() if k != "runtime.seed"))
+        seed, fold = (run.config.get(key, 0) for key in REPEATS)
+        if run.config and run.status in ENDED and fits(seed, int) and fits(fold, int):
+            key = str(sorted((k, str(v)) for k, v in run.config.items() if k not in REPEATS))
             group = groups.setdefault(key, {})
-            if run.status == "completed" or seed not in group:
-                group[seed] = run
-    configs = [by_seed for by_seed in groups.values() if len(by_seed) > 1]
-    metrics = {run.metric[0] for by_seed in configs for run in by_seed.values() if run.metric}
-    of = metrics.pop() if len(metrics) == 1 else ""
-    names = run_table.named([next(iter(by_seed.values())) for by_seed in configs], {"runtime.seed"})
-    rows = [[name, *_spread(by_seed, of), "", ""] for name, by_seed in zip(names, configs, strict=True)]
-    for row, by_seed in zip(rows[1:], configs[1:], strict=True):
-        first = next(other for other in configs if _task(other) == _task(by_seed))
-        seeds = sorted(by_seed.keys() & first.keys())
-        if first is not by_seed and len(seeds) > 1 and (metric := first[seeds[0]].metric) is not None:
-            ours, theirs = ([trained_run(side[seed], seed) for seed in seeds] for side in (by_seed, first))
+            if run.status == "completed" or (seed, fold) not in group:
+                group[seed, fold] = run
+    configs = [group for group in groups.values() if len(group) > 1]
+    metrics = {run.metric for group in configs for run in group.values() if run.metric}
+    of = next(iter(metrics))[0] if len(metrics) == 1 else ""
+    over = _repeated([place for group in configs for place in group])
+    names = run_table.named([next(iter(group.values())) for group in configs], REPEATS)
+    rows = [[name, *_spread(group, of), "", ""] for name, group in zip(names, configs, strict=True)]
+    means = {n: statistics.mean(values) for n, group in enumerate(configs) if len(values := _ends(group)) == len(group)}
+    best = max if metrics and next(iter(metrics))[1] else min
+    winner = best(means, key=lambda n: means[n]) if of and means and target is None else None
+    for row, group in zip(rows[1:], configs[1:], strict=True):
+        first = next(other for other in configs if _task(other) == _task(group))
+        both = sorted(group.keys() & first.keys())
+        if first is not group and len(both) > 1 and (metric := first[both[0]].metric) is not None:
+            ours, theirs = ([trained_run(side[place], *place) for place in both] for side in (group, first))
             found = quality.verdict(ours, theirs, Selection(metric[0], max if metric[1] else min))
             row[3:] = found.outcome, found.reason
-    header = ["config", f"{of or 'mean'} ± deviation", "seeds", "against the first", "because"]
+    header = ["config", f"{of or 'mean'} ± deviation", over, "against the first", "because"]
     if target is not None:
-        reached = [[run.to_target(target) or (None, None) for run in by_seed.values()] for by_seed in configs]
+        reached = [[run.to_target(target) or (None, None) for run in group.values()] for group in configs]
         times = [TimesToTarget("", [s for s, _ in each], [updates for _, updates in each]) for each in reached]
         for row, each in zip(rows, times, strict=True):
             when = f", after {each.when} (median)" if math.isfinite(each.median) else ""
-            row.append(f"{each.reached} of {len(each.seconds)} seeds{when}")
+            row.append(f"{each.reached} of {len(each.seconds)} {over}{when}")
         rows = [row for _, row in sorted(zip(times, rows, strict=True), key=lambda found: found[0].rank)]
         header.append(f"{run_table.said(target)} reached by")
-    return sheet.Table(header, rows, "Over seeds", ("because",), spare=("because",), width=run_table.WIDTH, sortable=True).used(3)
+    made = sheet.Table(
+        header, rows, f"Over {over}", ("because",), spare=("because",), width=run_table.WIDTH, sortable=True, winner=winner
+    )
+    return made.used(3)
 
 
-def _task(by_seed: dict[int, RunFiles]) -> str:
+def _repeated(places: Sequence[tuple[int, int]]) -> str:
+    """What differs between runs of one config, in a word."""
+    seeds, folds = (len({place[n] for place in places}) > 1 for n in (0, 1))
+    return "runs" if seeds and folds else "folds" if folds else "seeds"
+
+
+def _task(group: Repeats) -> str:
     """The runs' data and loss."""
-    config = next(iter(by_seed.values())).config
-    return str(sorted((k, str(v)) for k, v in config.items() if k.split(".")[0] in ("data", "loss")))
+    config = next(iter(group.values())).config
+    return str(sorted((k, str(v)) for k, v in config.items() if k.split(".")[0] in ("data", "loss") and k not in REPEATS))
 
 
-def _spread(by_seed: dict[int, RunFiles], of: str) -> tuple[str, str]:
-    """The mean and standard deviation of a metric, which is named where it is not that `of` all, and the seeds that completed."""
-    values = [v for run in by_seed.values() if run.status == "completed" and (v := run.final()) is not None]
-    metric = next((run.metric for run in by_seed.values() if run.metric), None)
+def _ends(group: Repeats) -> list[float]:
+    """The metric at the end of the runs that completed."""
+    return [v for run in group.values() if run.status == "completed" and (v := run.final()) is not None]
+
+
+def _spread(group: Repeats, of: str) -> tuple[str, str]:
+    """The mean and standard deviation of a metric, which is named where it is not that `of` all, and the runs that completed."""
+    values, metric = _ends(group), next((run.metric for run in group.values() if run.metric), None)
     named = f"{metric[0]} " if metric and not of else ""
     found = f"{named}{statistics.mean(values):.4f} ± {deviation(values):.4f}" if len(values) > 1 else "–"
-    return found, f"{len(values)}" if len(values) == len(by_seed) else f"{len(values)} of {len(by_seed)} completed"
+    return found, f"{len(values)}" if len(values) == len(group) else f"{len(values)} of {len(group)} completed"
 
 
 @dataclass
@@ -133,6 +151,9 @@ def of_sweep(folder: Path) -> None:
     """Write the page and the CSV of a sweep's runs into its folder, where some began and the disk has room."""
     with suppress(OSError, UserError):
         runs = find([folder])
+        if (repeats := summarize_repeats(runs)).rows:
+            echo(f"\n{repeats.name}, at the end of training:")
+            repeats.show()
         _write(_sheet(runs, None, folder), runs, None, folder)
 
 
@@ -148,8 +169,9 @@ def add_samples(result: Result) -> None:
 def _sheet(runs: Sequence[RunFiles], target: Target, folder: Path, count: int = 0, most: int = LOOKED_AT) -> sheet.Sheet:
     """The sheet of runs; of one with `count` of the worst of `most` samples and as many others, where it has kept its weights."""
     shown = len(runs) == 1 and count and (runs[0].path / "checkpoints").is_dir()
-    seeds = summarize_seeds(runs, target)
-    return pages.sheet_of(runs, samples_of(runs[0], count, most) if shown else (), seeds if seeds.rows else None, target, folder)
+    repeats = summarize_repeats(runs, target)
+    samples = samples_of(runs[0], count, most) if shown else ()
+    return pages.sheet_of(runs, samples, repeats if repeats.rows else None, target, folder)
 
 
 def _write(page: sheet.Sheet, runs: Sequence[RunFiles], target: Target, folder: Path) -> int:

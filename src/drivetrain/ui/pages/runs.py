@@ -17,7 +17,7 @@ from drivetrain.config import catalog
 from drivetrain.config.composed import flatten
 from drivetrain.core.machine import files
 from drivetrain.core.options.overrides import key_of
-from drivetrain.core.options.selection import Figure
+from drivetrain.core.options.selection import REPEATS, Figure
 from drivetrain.core.typed import JsonObject, is_number
 from drivetrain.core.user.given import objects_in
 from drivetrain.run.identity import reads_environment
@@ -83,7 +83,7 @@ def write(run_dir: Path, known: tuple[JsonObject, JsonObject] | None = None) -> 
 def sheet_of(
     runs: Sequence[RunFiles],
     samples: Sequence[Section] = (),
-    over_seeds: Table | None = None,
+    repeats: Table | None = None,
     target: Target = None,
     folder: Path = Path(),
 ) -> Sheet:
@@ -99,7 +99,7 @@ def sheet_of(
         title, first, body = f"{run.label} – drivetrain run", [], [*_came_of(run), *_curves(shown), *_took(run), *_classes(shown)]
         body += [*(samples or _no_samples(run)), *_changes(run), *_again(run)]
     else:
-        title, first = "Runs compared – drivetrain report", _compared(runs, over_seeds, target, folder)
+        title, first = "Runs compared – drivetrain report", _compared(runs, repeats, target, folder)
         body = under("The metric over each setting", PagePart(charts.grid(settings))) if (settings := _settings(runs)) else []
         again = [(name, f"drivetrain train {shlex.join(overrides_of(each))}".strip()) for name, each in shown]
         each_of = [part for name, line in again for part in (words(name), commands(line))]
@@ -108,7 +108,14 @@ def sheet_of(
         body += [*_curves(shown, coloured), *_classes(shown)]
         body += under("How to reproduce them", folded("The command of each run", each_of, len(runs) < 8))
     body += under("Where it ran" if len(runs) == 1 else "Where they ran", *_environments(runs))
-    return Sheet(title, verdict(runs, target), [*first, PagePart(joined(body))])
+    came = verdict(runs, target)
+    if repeats is not None and repeats.winner is not None:
+        name, spread, count, *_ = map(str, repeats.rows[repeats.winner])
+        metric, of = repeats.header[1].removesuffix(" ± deviation"), runs[0].evaluated.set
+        came = f"Over {count} {repeats.header[2]} {name} has the mean {metric} {spread} on the {of} set at the end, " + (
+            f"the best of {len(repeats.rows)} configs. {came}" if len(repeats.rows) > 1 else came
+        )
+    return Sheet(title, came, [*first, PagePart(joined(body))])
 
 
 def _came_of(run: RunFiles) -> list[Section]:
@@ -127,16 +134,16 @@ def _took(run: RunFiles) -> list[Section]:
     return _speed(run.result) if run.result is not None else []
 
 
-def _compared(runs: Sequence[RunFiles], over_seeds: Table | None, target: Target, folder: Path) -> list[Section]:
-    """The table of several runs, what is the same of all, and the rows over seeds."""
+def _compared(runs: Sequence[RunFiles], repeats: Table | None, target: Target, folder: Path) -> list[Section]:
+    """The table of several runs, what is the same of all, and the rows over seeds and folds."""
     ranked, of = target is not None, common_target(runs) if target is None else target
     found, same = table(runs, of, ranked).differing(always=3)
     said = [f"Curves are those of the best {MAX_CURVES}."] if len(runs) > MAX_CURVES else []
-    if over_seeds is None:
+    if repeats is None:
         said.append("Each config ran with one seed. Several, as in runtime.seed=0,1,2, tell whether a difference is chance.")
     said += [f"The same for all: {', '.join(f'{name} {cell}' for name, cell in same)}."] if same else []
-    seeds = under("Over seeds", over_seeds) if over_seeds is not None else []
-    return [_drawn(runs, found, of, ranked, folder), remarks(*said), *seeds]
+    over = under(repeats.name, repeats) if repeats is not None else []
+    return [_drawn(runs, found, of, ranked, folder), remarks(*said), *over]
 
 
 def _classes(runs: Sequence[tuple[str, RunFiles]]) -> Iterator[Section]:
@@ -291,8 +298,8 @@ def _settings(runs: Sequence[RunFiles]) -> list[str]:
     """The best value of the metric over each setting in which the runs differ, and the mean for each of its values."""
     metric = next((each.metric[0] for each in runs if each.metric), None)
     found = []
-    given = {key_of(word) for run in runs for word in overrides_of(run)} - {"runtime.seed"}
-    keys = [key for key in differing(runs) if key != "runtime.seed"]
+    given = {key_of(word) for run in runs for word in overrides_of(run)}.difference(REPEATS)
+    keys = [key for key in differing(runs) if key not in REPEATS]
     for key in ([key for key in keys if key in given] or keys)[:MOST_SETTINGS] if metric is not None else ():
         points = [(each.config.get(key), best) for each in runs if (best := each.best()) is not None and math.isfinite(best)]
         numbers = [(float(x), y) for x, y in points if x is not None and is_number(x)]
