@@ -150,7 +150,7 @@ def test_image_folders_of_the_same_classes_are_normalised_together(tmp_path, mon
         ({"weights": "{web: 1, cod: 1}"}, "data.weights.cod names no source: did you mean 'code'"),
         ({"weights": "{web: 0, code: 0}"}, "data.weights are all 0"),
         ({"at_most": "{code: 2}", "weights": "{web: 1, code: 9}"}, "data.at_most.code=2: the run reads code "),
-        ({"validation": "0.1"}, "data.validation is of one source"),
+        ({"validation": "0.1"}, "data.validation and data.folds are of one source"),
         (
             {"sources": "{web: {option: stdlib}, code: {option: stdlib, order: sequential}}"},
             "data.sources.code.order has no effect",
