@@ -78,6 +78,7 @@ def test_one_update_in_eight_is_measured(make, monkeypatch):
 
 def test_a_rank_measures_its_own_gradient_before_it_is_averaged_and_leaves_no_hook():
     parameter, other = torch.nn.Parameter(torch.ones(6)), torch.nn.Parameter(torch.ones(2))
+    later = torch.nn.Parameter(torch.ones(1), requires_grad=False)  # begins to train later
     noise = NoiseScale(torch.device("cpu"), lambda epoch: 2, every=2)
 
     class Averaging(Gradients):
@@ -86,7 +87,7 @@ def test_a_rank_measures_its_own_gradient_before_it_is_averaged_and_leaves_no_ho
             parameter.grad /= 2  # with a rank whose gradients are 0
             other.grad /= 2
 
-    step = NoiseScaleStep(Averaging(parameter), noise, [parameter, other], of_ranks(2))
+    step = NoiseScaleStep(Averaging(parameter), noise, [parameter, other, later], of_ranks(2))
     for _ in range(2):
         parameter.grad = other.grad = None
         step.micro_batch(MicroBatch(torch.arange(6.0), None, torch.tensor(1.0), True, False), torch.zeros(()))

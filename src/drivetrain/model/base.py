@@ -147,7 +147,8 @@ class Model(Option, groups.Model):
         """
         all_train = context.trains and context.parallel.whole_model and not context.precision.frees_weights
         all_train = all_train and not self.freeze and not context.run.adapter.active
-        copies = 2 + context.run.optimizer.states if all_train else 1
+        states = 0 if context.parallel.shard_optimizer else context.run.optimizer.states
+        copies = 2 + states if all_train else 1
         on_device = device_bytes(context.device)
         in_memory = copies if context.device.type == "cpu" else 1
         yield memory_bytes() // (in_memory * context.world.local_size), "this machine", in_memory

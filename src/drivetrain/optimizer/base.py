@@ -107,12 +107,14 @@ class Optimizer(Hyperparameters):
 
     def build(self, context: BuildContext) -> torch.optim.Optimizer:
         """The optimizer over the run's model, with the learning rate and the weight decay for its batch."""
-        with context.parallel.whole_parameters(context.model) if self.by_parameter else nullcontext():
+        by_owners = self.by_parameter or context.parallel.shard_optimizer
+        with context.parallel.whole_parameters(context.model) if by_owners else nullcontext():
             optimizer = self.create(context.model, context.batch.lr_factor(), context.batch.decay_factor())
         if self.by_norms:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            if (sums := context.parallel.layer_sums(parameters)) is not None or not context.parallel.own_forward:
-                optimizer.set_shards(sums or list, context.parallel.norm)  # type: ignore[attr-defined]
+            sums = context.parallel.layer_sums(parameters) or (None if context.parallel.own_forward else list)
+            if sums is not None or context.parallel.shard_optimizer:
+                optimizer.set_shards(sums, context.parallel.norm)  # type: ignore[attr-defined]
         return optimizer
 
     def create(self, model: torch.nn.Module, lr_factor: float = 1.0, decay_factor: float = 1.0) -> torch.optim.Optimizer:

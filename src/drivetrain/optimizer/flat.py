@@ -136,6 +136,12 @@ class ScheduleFree(Optimizer):
                 f"or stay, but {run.named('scheduler')} lowers it: set scheduler=constant, with scheduler.warmup as you like"
             )
 
+        if run.parallel.shard_optimizer:
+            yield (
+                f"{run.named('optimizer')} and parallel.shard_optimizer=true exclude each other (an evaluation wants all "
+                "averages, and each rank has some): set it to false, or optimizer=adamw"
+            )
+
     def advise(self, run: RunSpec) -> Iterator[str]:
         if run.ema.active:
             yield f"{run.named('optimizer')} evaluates an average already: {run.named('ema')} averages the trained weights"

@@ -53,7 +53,7 @@ class TimmOptimizer(Optimizer):
             )
         for key in self.kwargs.keys() - parameters:
             yield f"optimizer.kwargs.{key}: {self.name} takes no such argument: {did_you_mean(key, parameters)}"
-        if not run.parallel.whole_model:
+        if not run.parallel.whole_model or run.parallel.shard_optimizer:
             yield from self._coupling_problems(run, parameters)
         for key in ("fused", "foreach"):
             if getattr(self, key) and key not in parameters:
@@ -69,7 +69,7 @@ class TimmOptimizer(Optimizer):
         if self.name.removeprefix("lookahead_").startswith("kron"):
             yield (
                 f"optimizer.name={self.name} draws random numbers weight after weight, and {run.named('parallel')} has each rank "
-                "update some of them: set parallel=ddp"
+                "update some of them: set parallel=ddp parallel.shard_optimizer=false"
             )
 
     def _alternative(self, known: list[str]) -> str:

@@ -75,7 +75,7 @@ class Parallel(Option, groups.Parallel):
     why_fixed: ClassVar[str] = "the ranks are started once"
     effect: ClassVar[Effect] = "exact"
     own_gradients = True  # the gradient of a data-parallel rank's own samples can be measured
-    whole_updates = False  # ranks divide the weights, and each updates some of them whole
+    whole_updates = False  # each rank updates some of the weights, and these whole
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if (launched() or 1) > 1 and not self.distributed:
@@ -137,7 +137,8 @@ class Parallel(Option, groups.Parallel):
         """
         own = OwnGradients()
         for p in parameters:
-            own.watch(p)
+            if p.requires_grad:  # others begin to train later
+                own.watch(p)
         try:
             yield lambda: own.squares()[()]
         finally:

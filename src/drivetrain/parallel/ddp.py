@@ -15,7 +15,7 @@ from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.step.step import Step, WrappingStep
 from drivetrain.core.step.trees import Forward
 from drivetrain.core.user.state import untouched
-from drivetrain.parallel.process_group import ProcessGroupStrategy
+from drivetrain.parallel.owners import Owners, OwnersStep
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -25,14 +25,15 @@ SMALLEST_COMPILED_MB = 1  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 
 
 @dataclass(kw_only=True, eq=False)
-class Ddp(ProcessGroupStrategy):
+class Ddp(Owners):
     """Runs one process per device and all-reduces gradients in buckets during the backward (Li et al. 2020).
 
     `compress` sends gradients in 16 bits (fp16, bf16), or as products of two matrices of rank `powersgd_rank` (PowerSGD,
     Vogels et al. 2019) with error feedback: the error is added to the next update's gradients. Each rank keeps its own
     buffers (BatchNorm's statistics) while it trains; evaluation and saving use rank 0's. With `forward_sync_buffers` all ranks
     also train with rank 0's, for models whose training forward reads its buffers. Under compile=step the all-reduces are in the
-    graph, after the backward, in buckets of the same size.
+    graph, after the backward, in buckets of the same size. With `shard_optimizer` each rank keeps the optimizer's states of some
+    weights, updates these, and sends them to the others (ZeRO-1, Rajbhandari et al. 2020).
     """
 
     effect = "close"
@@ -73,6 +74,11 @@ class Ddp(ProcessGroupStrategy):
                 f"{SMALLEST_COMPILED_MB} or more"
             )
 
+        if self.shard_optimizer and self.find_unused_parameters and run.precision.scales_loss:
+            yield (
+                f"parallel.shard_optimizer=true, find_unused_parameters=true and {run.named('precision')} exclude each other "
+                "(a rank may own no weight that an update used, and must tell of an overflow): set precision=bf16"
+            )
         if run.compile.captures_step:
             yield from self._problems_of_graphs(run)
 
@@ -147,9 +153,20 @@ class Ddp(ProcessGroupStrategy):
         return wrapped
 
     def leave_model(self) -> None:
+        super().leave_model()
         self._wrapped = self._accumulating = None
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
+        step = self._reducing(step, context)
+        if not self.shard_optimizer:
+            return step
+        owned: list[list[torch.Tensor]] = [[] for _ in range(self.world.size)]
+        for name, p in context.model.named_parameters():
+            if p.requires_grad:
+                owned[self._owner[name]].append(p.detach())
+        return OwnersStep(step, owned, int(self.bucket_mb * 2**20))
+
+    def _reducing(self, step: Step, context: BuildContext) -> Step:
         if self._wrapped is not None:
             self._accumulating = AccumulatingStep(step, self._wrapped)
             return self._accumulating

@@ -407,6 +407,7 @@ def test_what_was_measured_here_counts_in_place_of_the_roofline():
         *(
             (Ranks(n, n, largest_block=0.0), {PARAMETERS: 800 / n, GRADIENTS: 800 / n, STATE: 1600 / n}) for n in (1, 2, 8)
         ),
+        (Ranks(4, owners=4), {PARAMETERS: 800, GRADIENTS: 800, STATE: 1600 / 4}),  # ddp that shares its states
         (Ranks(4, 4, largest_block=100.0), {PARAMETERS: 200 + 2 * 100, GRADIENTS: 200 + 100, STATE: 400}),
         (
             Ranks(4, 4, keeps_gathered=True, largest_block=100.0),

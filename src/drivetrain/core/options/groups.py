@@ -311,6 +311,7 @@ class Parallel:
     distributed = False  # needs a process group, also with one rank
     one_process = True  # on one device
     reduces_in_graph = True  # a step that is recorded as one graph can hold all that its ranks exchange
+    shard_optimizer = False  # each weight is updated by one of the ranks that all have it whole
     whole_model = True  # a device keeps all parameters, with their gradients and what the optimizer keeps for each
     thread_per_device = False
     calls_parts = True  # parts of the model may be called outside of its forward

@@ -358,7 +358,7 @@ class TracingStep(WrappingStep):
         those that this rank updates for all.
         """
         has_own, own = self.trainer.precision.owns_weights, dict(self._parameters())
-        if self._sharded() and (has_own or self.trainer.parallel.whole_updates):
+        if self.trainer.parallel.whole_updates or (self._sharded() and has_own):
             return
         if has_own:
             own = {n: p for g in self.trainer.optimizer.param_groups for n, p in zip(g["param_names"], g["params"], strict=True)}
@@ -377,7 +377,8 @@ class TracingStep(WrappingStep):
         for name, buffer in trainer.model.named_buffers():
             if not buffer.is_meta:  # that of another stage of a pipeline
                 self._add("buffers", name, of_tensor(whole(buffer)))
-        for member in [] if self._sharded() else getattr(trainer.optimizer, "members", [trainer.optimizer]):
+        elsewhere = self._sharded() or trainer.parallel.whole_updates
+        for member in [] if elsewhere else getattr(trainer.optimizer, "members", [trainer.optimizer]):
             for group in member.param_groups:
                 for name, p in zip(group.get("param_names", []), group["params"], strict=False):
                     kept = {key: value for key, value in member.state.get(p, {}).items() if isinstance(value, torch.Tensor)}

@@ -68,6 +68,7 @@ class Ranks:
 
     count: int = 1
     shards: int = 1  # over which weights, gradients and optimizer state are divided
+    owners: int = 1  # over which the state alone is divided
     keeps_gathered: bool = False  # whole weights stay between forward and backward
     whole_gradients: bool = False  # gradients are divided only at an update's last micro-batch
     offloaded: bool = False  # a rank's own part of them is in the host's memory
@@ -100,14 +101,15 @@ def sharded(parts: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
         **parts,
         rehearsal.PARAMETERS: own * parts[rehearsal.PARAMETERS] + gathered,
         rehearsal.GRADIENTS: gradients,
-        rehearsal.STATE: own * parts[rehearsal.STATE],
+        rehearsal.STATE: own / ranks.owners * parts[rehearsal.STATE],
     }
 
 
 def sent_bytes(parameters: float, ranks: Ranks, micro_batches: int) -> float:
     """Bytes that a rank sends in an update: one all-reduce of gradients, or gathering weights twice and dividing gradients."""
     gathers = micro_batches * (1 if ranks.keeps_gathered else 2)
-    return (ranks.count - 1) / ranks.count * parameters * (2 if ranks.shards == 1 else gathers + 1)
+    sent = 2 + (ranks.owners > 1) if ranks.shards == 1 else gathers + 1
+    return (ranks.count - 1) / ranks.count * parameters * sent
 
 
 ALONE = ("parallel=single", "compile=none", "debug=none", "logger=[files]")  # as it is built to be looked at
@@ -189,10 +191,11 @@ class PlannedRun:
                 "parallel=ddp or fsdp"
             )
         fsdp, shards = parallel if isinstance(parallel, Fsdp) else Fsdp(), parallel.weight_shards()
+        owners = count if parallel.shard_optimizer else 1
         blocks = repeated_blocks(model, fsdp.block) or [model]
         largest = max(sum(p.nbytes for p in block.parameters()) for block in blocks) if shards > 1 or fsdp.offload else 0.0
         return Ranks(
-            count, shards, keeps_gathered=not fsdp.reshard_after_forward, largest_block=largest,
+            count, shards, owners, keeps_gathered=not fsdp.reshard_after_forward, largest_block=largest,
             offloaded=fsdp.offload, whole_gradients=self.micro_batches() > 1 and not fsdp.sync_each_micro,
         )  # fmt: skip
 

@@ -22,12 +22,16 @@ class LayerwiseOptimizer(FlatOptimizer):
     """
 
     measures = 0  # norms of each parameter that `measure` returns
+    _norm: Callable[[Sequence[Tensor], float], Tensor] | None = None
 
     def set_shards(
-        self, sums: Callable[[Sequence[Tensor]], list[Tensor]], norm: Callable[[Sequence[Tensor], float], Tensor]
+        self, sums: Callable[[Sequence[Tensor]], list[Tensor]] | None, norm: Callable[[Sequence[Tensor], float], Tensor]
     ) -> None:
-        """Take part of each parameter: `sums` adds up numbers over the ranks, `norm` is that of the whole model's gradients."""
-        self._sums, self._norm, self.own_work = sums, norm, True
+        """Take part of each parameter: `sums` adds up numbers over the ranks, `norm` is that of the whole model's gradients.
+
+        Without sums these are whole parameters, of which other ranks have others.
+        """
+        self._sums, self._norm, self.own_work = sums or list, norm, sums is not None
 
     def measure(self, chunk: Chunk, group: dict[str, object]) -> tuple[Tensor, ...]:
         """Begin the update. Returns `measures` tensors (n,), norms of the chunk's parameters; or nothing."""
@@ -86,11 +90,11 @@ class Lamb(LayerwiseOptimizer):
 
     def before_updates(self, chunks: list[Chunk]) -> None:
         self._divisor = None
-        if self.max_grad_norm is not None and (chunks or self.own_work):
+        if self.max_grad_norm is not None and (chunks or self._norm):
             self._divisor = (self._norm_of_all(chunks) / self.max_grad_norm).clamp_(min=1.0)
 
     def _norm_of_all(self, chunks: list[Chunk]) -> Tensor:
-        if self.own_work:
+        if self._norm is not None:
             return self._norm([p for group in self.param_groups for p in group["params"]], 2.0)
         device = chunks[0].step.device  # a model may lie on several
         norms = [torch.linalg.vector_norm(chunk.grads()).to(device) for chunk in chunks]
