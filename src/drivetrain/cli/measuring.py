@@ -262,3 +262,22 @@ into a folder that is removed.
 exit codes: 0 all holds · 1 a step fails: what to set stands beside it · 2 a config that cannot be
 """,
 )
+
+replay = measuring("replay", "replay.replay:command", """\
+drivetrain replay RUN [update=N] [key=value] …      what happened at an update: a sample, a layer, or the learning rate?
+
+  drivetrain replay last                               where the newest run diverged, or its largest spike
+  drivetrain replay outputs/2026-11-21/…/… update=8812
+
+The run is trained again from its nearest checkpoint, exactly, in a folder that is removed. Of the update it shows the samples,
+the worst first, with their own losses and gradients, what they had at the weights of some updates before, and the sizes of
+layers, gradients and updates beside those of the updates before. It says whether the recorded losses came again bit for bit.
+
+  update=N              by default where the run diverged, else the largest spike of its recorded losses
+  back=50               updates before it that are looked at, too: it begins at a checkpoint before them
+  samples=64            of each micro-batch, whose own gradients are taken: those with the largest losses
+  --out DIR             where to write, in place of a new folder below output_dir
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+
+exit codes: 0 it was replayed · 1 it failed · 2 a bad command line, or a run that cannot be
+""", offers=lambda words, last: overrides(words, last) if words else runs())  # fmt: skip

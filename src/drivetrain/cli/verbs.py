@@ -82,6 +82,7 @@ _ROWS = (
     ),
     Verb("forecast", "drivetrain.cli.measuring:forecast", "peak memory, time and limits of a run, before it is started"),
     Verb("rehearse", "drivetrain.cli.measuring:rehearse", "will it survive? One of everything that a run does, small, first"),
+    Verb("replay", "drivetrain.cli.measuring:replay", "what happened at an update of a run: a sample, a layer, or the rate?"),
     Verb("report", "drivetrain.cli.measuring:report", "any runs in one table, one CSV and one page with plots"),
     Verb(
         "show", "drivetrain.cli.show:command",

@@ -11,7 +11,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.options.option import RunSpec
 from drivetrain.core.step.microbatch import MicroBatch
-from drivetrain.core.step.source import Source, Subset
+from drivetrain.core.step.source import Source, original
 from drivetrain.core.step.step import Stream, StreamWatcher
 from drivetrain.core.step.trees import named_leaves
 from drivetrain.engine.context import RunContext
@@ -115,9 +115,7 @@ class FirstBatch:
 
     def _named(self, name: str, index: int) -> str:
         """Return what to call a sample of a set: its number in the user's own data, of which the set may be a part."""
-        source = self.sources[name]
-        while isinstance(source, Subset):
-            index, source = int(source.indices[index]), source.source
+        source, index = original(self.sources[name], index)
         called = source.name(index)
         return f"sample {index} of {self.run.named('data')} ({f'{called}, ' if called else ''}in the {name} set)"
 

@@ -161,7 +161,7 @@ class RehearsedRun:
         if not found:
             raise NotAsked("it saves nothing")
         size = sum(file.stat().st_size for file in found[-1].rglob("*") if file.is_file())
-        keep = int(getattr(self.job.run.saving, "keep", 1)) + 1
+        keep = int(getattr(self.job.run.saving, "keep", 1)) + int(getattr(self.job.run.saving, "keep_recent", None) or 1)
         root = Path(self.job.run.values["output_dir"]).absolute()
         free = shutil.disk_usage(next(place for place in (root, *root.parents) if place.exists())).free
         said = f"{keep} of {size / 2**20:,.1f} MiB, and {free / 2**30:,.1f} GiB are free"

@@ -191,6 +191,7 @@ class Result:
             *averages,
             ("skipped", f"{self.skipped_samples:,} samples that could not be read" if self.skipped_samples else ""),
             ("run", str(self.run_dir or "")),
+            ("why", f"drivetrain replay {self.run_dir} shows the update" if self.run_dir and self.status == "diverged" else ""),
             ("page", str(page) if page and page.exists() else f"drivetrain report {self.run_dir} writes it" if page else ""),
         ]
         return [(name, words) for name, words in found if words]

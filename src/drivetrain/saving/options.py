@@ -16,6 +16,7 @@ class Saving(Option, groups.Saving):
     why_fixed: ClassVar[str] = "the checkpoints are those of one run"
     effect: ClassVar[Effect] = "exact"
     average_kept = False
+    keep_recent: int | None = None
     asynchronous = False
 
     def restart(self, update: int) -> None:
@@ -43,7 +44,8 @@ class Last(Saving):
     With `sharded` every rank writes its shards (torch.distributed.checkpoint) to a shared disk: no rank holds the whole
     model, and `drivetrain export` merges the shards. `asynchronous` copies the state and writes it in a thread while
     training continues. With `average_kept` the mean of the kept checkpoints' weights is evaluated at the end of the run
-    (checkpoint averaging, as in Vaswani et al. 2017) and written to averaged.safetensors.
+    (checkpoint averaging, as in Vaswani et al. 2017) and written to averaged.safetensors. The newest `keep_recent` are kept
+    beside them: what `drivetrain replay` begins at.
     """
 
     effect = "exact"
@@ -57,9 +59,11 @@ class Last(Saving):
         sharded: bool = False,
         asynchronous: bool = False,
         average_kept: bool = False,
+        keep_recent: Count | None = None,
     ) -> None:
         self.every_updates, self.every_minutes, self.keep = every_updates, every_minutes, keep
         self.sharded, self.asynchronous, self.average_kept = sharded, asynchronous, average_kept
+        self.keep_recent = keep_recent
 
     def restart(self, update: int) -> None:
         self._update, self._time = update, time.monotonic()

@@ -134,7 +134,8 @@ class Writer:
         else:
             checkpoint_io.save(self._run_dir, update, weights, state, self._about)
         if self._parallel.world.rank == 0:
-            checkpoint_io.prune(self._run_dir, lambda saved: self._saving.chosen(saved, ranked))
+            recent = self._saving.keep_recent or 1  # the newest stays, to resume from
+            checkpoint_io.prune(self._run_dir, lambda saved: [*self._saving.chosen(saved, ranked), *saved[-recent:]])
 
     def wait(self) -> None:
         """Wait until the current write is complete. Raises its error."""

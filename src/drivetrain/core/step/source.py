@@ -155,6 +155,13 @@ class Subset(Source):
         return ordered[ordered >= 0]
 
 
+def original(source: Source, index: int) -> tuple[Source, int]:
+    """Return the source that a view is of, and a sample's number in it."""
+    while isinstance(source, Subset):
+        index, source = int(source.indices[index]), source.source
+    return source, index
+
+
 class CropBox(Protocol):
     """A random crop of one image, whose size becomes known when its file is read."""
 

@@ -1,0 +1,1 @@
+"""`drivetrain replay`: what happened at an update of a run."""

@@ -1,0 +1,124 @@
+"""An update of a run is made again, exactly, and its samples and layers are looked at."""
+
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import drivetrain
+from drivetrain.cli import main
+from drivetrain.core.errors import UserError
+from drivetrain.measure.replay import judge, replay
+from drivetrain.measure.replay.record import Found, LookedAt
+from drivetrain.measure.replay.replay import ReplaySettings
+
+PLANTED = """
+import torch
+
+X = torch.randn(160, 5, generator=torch.Generator().manual_seed(0))
+Y = (X[:, 0] > 0).long()
+
+
+class Rows(torch.utils.data.Dataset):
+    num_classes = 2
+
+    def __init__(self, split="train", bad=None):
+        self.count, self.bad = (128, bad) if split == "train" else (32, None)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, number):
+        x, y = X[number], Y[number]
+        return (x * float("nan") if number == self.bad else x), y
+
+
+def twice(output, target, model, x):
+    return torch.nn.functional.cross_entropy(output, target) + 0 * model(x).sum()
+"""
+WORDS = (
+    "data=own", "trust=[planted_rows]", "data.target=planted_rows.Rows", "data.validation=test", "model=mlp", "model.hidden=[8]",
+    "batch.global_batch=8", "runtime.device=cpu", "log_every=1", "epochs=3",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("replays")
+    (place / "planted_rows.py").write_text(PLANTED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(place))
+        yield place
+    sys.modules.pop("planted_rows", None)
+
+
+@pytest.fixture(scope="module")
+def run(place) -> Path:
+    saving = ("saving=best", "saving.every_updates=10", "saving.keep_recent=3")
+    return drivetrain.train([*WORDS, *saving, "model.dropout=0.2", f"hydra.run.dir={place / 'run'}"]).run_dir
+
+
+def replayed(run_dir: Path, *words: str, **settings: int) -> replay.Replayed:
+    return replay.replay(run_dir, words, (), ReplaySettings(**settings))[1]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_run_that_diverged_names_its_row(place, capsys):
+    run = drivetrain.train([*WORDS, "data.kwargs.bad=77", "log_every=5"])
+    assert ("why", f"drivetrain replay {run.run_dir} shows the update") in run.rows()
+    before = files(run.run_dir)
+    assert main.main(["replay", str(run.run_dir)]) == 0
+    assert files(run.run_dir) == before
+    (file,) = Path("outputs/replay").rglob("replay.json")
+    found = json.loads(file.read_text())
+    assert (found["cause"]["kind"], found["cause"]["of"], found["samples"][0]["name"]) == ("sample", "row 77", "row 77")
+    assert [sample["input"] for sample in found["samples"]].count(None) == 1
+    assert "row 77" in file.with_suffix(".html").read_text()
+    assert "update" in capsys.readouterr().out
+    assert len(list(Path("outputs/replay").glob("*/*"))) == 1, "the folder in which it was trained again is gone"
+
+
+def test_it_begins_at_a_checkpoint_and_computes_the_same_bits(run):
+    kept = sorted(int(path.name) for path in (run / "checkpoints").iterdir())
+    assert kept[-3:] == [32, 42, 48]
+    found = replayed(run, update=47, back=4)
+    assert (found.start, found.same, found.other) == (42, [*range(43, 48)], [])
+    assert (found.found.update, found.found.earlier, len(found.found.samples)) == (47, 43, 8)
+    mean = sum(sample.loss for sample in found.found.samples) / 8
+    assert mean == pytest.approx(found.found.losses[47], rel=1e-5), "the same dropout"
+    assert all(sample.gradient > 0 for sample in found.found.samples)
+    names = [each.name for each in judge.ranges(found.found.history, 47)]
+    assert names.index("output of layers.0.linear") < names.index("output of head") < names.index("gradient of head.weight")
+
+
+def test_another_run_is_told(run):
+    found = replayed(run, "optimizer.lr=0.5", update=47, back=4)
+    assert len(found.other) == 4, "of the first the weights were the same"
+    assert "explains another run" in replay.sheet(found).sections[0].text
+
+
+def test_what_cannot_be_replayed_is_refused(run, capsys):
+    with pytest.raises(UserError, match="has made 48 updates"):
+        replayed(run, update=49)
+    for words, says in (([], "was given 0"), (["nowhere"], "nowhere")):
+        assert main.main(["replay", *words]) == 2
+        assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("loss=own", "loss.target=planted_rows.twice"), "planted_rows.twice runs the model more than once"),
+        (("loss=supcon",), "loss=supcon compares samples"),
+    ],
+)
+def test_a_loss_that_has_none_of_a_sample_is_named(place, words, says):
+    run = drivetrain.train([*WORDS, *words, "updates=4"]).run_dir
+    assert any(says in line for line in replayed(run).found.unseen)
