@@ -28,7 +28,7 @@ class Cause(NamedTuple):
     said: str
 
 
-class Range(NamedTuple):
+class SizeRange(NamedTuple):
     """A size of an update beside those before."""
 
     name: str
@@ -39,7 +39,7 @@ class Range(NamedTuple):
     times: float  # that it is beyond its range; 1: it is within
 
 
-def ranges(history: Mapping[int, Sizes], update: int) -> Iterator[Range]:
+def ranges(history: Mapping[int, Sizes], update: int) -> Iterator[SizeRange]:
     """Yield the sizes of an update in the order in which they come about: forward, backward, update."""
     for name, value in history[update].items():
         before = [sizes[name] for at, sizes in history.items() if at < update and math.isfinite(sizes.get(name, math.nan))]
@@ -47,10 +47,10 @@ def ranges(history: Mapping[int, Sizes], update: int) -> Iterator[Range]:
         if len(before) >= FEWEST:
             fell = low / max(value, 1e-30) if name.startswith("output") else 1.0
             times = max(1.0, value / max(high, 1e-30), fell)
-        yield Range(name, update, value, low, high, times if math.isfinite(value) else math.inf)
+        yield SizeRange(name, update, value, low, high, times if math.isfinite(value) else math.inf)
 
 
-def departed(history: Mapping[int, Sizes], update: int) -> Range | None:
+def departed(history: Mapping[int, Sizes], update: int) -> SizeRange | None:
     """The first that is not finite or left its range in the last updates."""
     recent = (at for at in sorted(history) if update - RECENT < at <= update)
     return next((each for at in recent for each in ranges(history, at) if each.times >= BEYOND), None)
