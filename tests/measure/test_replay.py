@@ -2,12 +2,10 @@
 
 import json
 import math
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import drivetrain
 from drivetrain.cli import main
@@ -122,3 +120,29 @@ def test_what_cannot_be_replayed_is_refused(run, capsys):
 def test_a_loss_that_has_none_of_a_sample_is_named(place, words, says):
     run = drivetrain.train([*WORDS, *words, "updates=4"]).run_dir
     assert any(says in line for line in replayed(run).found.unseen)
+
+
+def found_with(losses=(0.5,) * 8, earlier=(0.5,) * 8, loss=0.5, moved=0.001, **sizes: float) -> Found:
+    """Twelve updates like each other, and a thirteenth with other sizes."""
+    usual = {"output of a": 1.0, "output of b": 2.0, "gradient of b.weight": 0.1, "update of b.weight": moved}
+    history = {update: {name: size * (1 + update % 3 / 10) for name, size in usual.items()} for update in range(1, 14)}
+    history[13] |= {name.replace("_", " of "): size for name, size in sizes.items()}
+    samples = [
+        LookedAt(f"row {n}", 1.0, None, None, *each) for n, each in enumerate(zip(losses, [1.0] * 8, earlier, strict=True))
+    ]
+    return Found(13, 1, samples, history, {update: 0.5 + update % 3 / 100 for update in range(1, 13)} | {13: loss}, [])
+
+
+@pytest.mark.parametrize(
+    ("found", "kind", "of"),
+    [
+        (found_with(), "none", ""),
+        (found_with((9.0, *(0.5,) * 7), (7.0, *(0.5,) * 7), 1.5), "sample", "row 0"),
+        (found_with((9.0, *(0.5,) * 7), (0.4, *(0.5,) * 7), 1.5, output_a=9.0), "layer", "a"),
+        (found_with((math.nan, *(0.5,) * 7), (math.nan, *(0.5,) * 7), math.nan), "sample", "row 0"),
+        (found_with((math.nan,) * 8, (0.5,) * 8, math.nan, output_b=math.inf), "layer", "b"),
+        (found_with((9.0,) * 8, (0.5,) * 8, 9.0, moved=0.5, output_a=99.0), "rate", ""),
+    ],
+)
+def test_the_cause_is_judged(found, kind, of):
+    assert judge.cause(found)[:2] == (kind, of)
