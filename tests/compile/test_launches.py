@@ -53,6 +53,8 @@ def usual(updates):
         (["precision=amp"], 80),
         (["precision=amp", "ema=ema", "clip=norm"], 100),
         (STEP, 1),
+        ([*STEP, "precision=amp"], 1),
+        ([*STEP, "precision=amp", "ema=ema"], 2),
         ([*STEP, "scheduler=cosine"], 2),
         ([*STEP, "scheduler=cosine", "optimizer=adamw", "clip=norm"], 2),
         ([*STEP, "batch=accumulate", "batch.accumulation_steps=2"], 2),

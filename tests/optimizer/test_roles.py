@@ -79,7 +79,16 @@ def test_a_phase_without_a_hidden_matrix_is_adamws_alone(make: Any) -> None:
 
 # --- sparse gradients ---
 
-TAKE = {"sgd", "adagrad", "lbfgs", "sam"}  # without weight decay
+
+def has_sparse_norm() -> bool:
+    """Torch 2.11 has none, so that SAM refuses sparse gradients there."""
+    try:
+        return bool(torch.linalg.vector_norm(torch.eye(2).to_sparse()) > 0)
+    except NotImplementedError:
+        return False
+
+
+TAKE = {"sgd", "adagrad", "lbfgs", *["sam"] * has_sparse_norm()}  # without weight decay
 
 
 def option(name: str) -> Any:
@@ -120,7 +129,7 @@ def test_sparse_gradients_are_taken_or_refused_by_name(name: str) -> None:
         for own, other in zip(stepped(option(name), sparse), stepped(option(name), dense), strict=True):
             torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
     else:
-        with pytest.raises(UserError, match=r"table\.weight has sparse gradients.*set sparse=False in the Embedding"):
+        with pytest.raises(UserError, match=r"table\.weight has sparse gradients.{,300}: set sparse=False in the Embedding"):
             option(name).create(sparse)
     sparse.table.weight.requires_grad_(False)
     option(name).create(sparse)

@@ -155,7 +155,7 @@ class Optimizer(Hyperparameters):
         try:
             optimizer.step(lambda: 0.0) if self.takes_closure else optimizer.step()
         except Exception as error:  # each optimizer refuses in its own words
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
             raise UserError(
                 f"{names[0]} has sparse gradients, and {type(optimizer).__name__} with these settings does not take them "
                 f"({reason}): set sparse=False in the Embedding, or optimizer=sgd optimizer.no_weight_decay=[{names[0]}]"

@@ -653,3 +653,13 @@ def test_a_value_that_is_read_back_costs_its_line_on_a_device_alone():
     line = CodeLine("a.py:1 in f", share=0.04, host_reads=1)
     assert told(line) == [("sync", doctor.HOST_READ_SHARE)]
     assert told(line, device="cuda") == [("sync", 0.04)]
+
+
+def test_every_shape_of_an_epoch_is_warmed_up(make, monkeypatch):
+    """What is compiled or recorded for the short last update would be so while the profile looks."""
+    trainer, shapes = make("data.samples=126", "batch.global_batch=12", "updates=null", "epochs=1", "data.drop_last=false"), set()
+    trainer.model.register_forward_hook(lambda _, inputs, __: shapes.add(len(inputs[0])))
+    monkeypatch.setattr(step, "look", mock.Mock(side_effect=TimeoutError))
+    with pytest.raises(TimeoutError):
+        step.profile_step(trainer, 0.01)
+    assert shapes == {12, 6}
