@@ -15,6 +15,7 @@ from drivetrain.core.errors import DataError, UserError
 from drivetrain.data import instructions
 from drivetrain.data.instructions import DEFAULT, ChatTemplate, exercises, in_words, messages_of
 from drivetrain.inference.loaded import load
+from drivetrain.model.transformers import Transformers
 from tests.data.test_model_tokenizer import SIZES, tokenizer
 from tests.support import later
 from tests.support.same_end import differences
@@ -244,9 +245,17 @@ def test_numbers_in_words():
 # --- packing ---
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones(folder, attention, make):
-    """Accumulated too: the mean is over all targets of the update, wherever they are."""
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex"])
+def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones(folder, attention, make, monkeypatch):
+    """Accumulated too: the mean is over all targets of the update, wherever they are. A CPU runs flex uncompiled, to test it."""
+    if attention == "flex":
+        from transformers.integrations import flex_attention
+
+        monkeypatch.setattr(Transformers, "validate_device", lambda *_: iter(()))
+        if "gpt2" in str(folder):
+            pytest.skip("transformers has no flex for GPT-2")
+        monkeypatch.setattr(flex_attention, "WrappedFlexAttention", lambda training: lambda: flex_attention.flex_attention)
+        monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
     grads, losses, shapes = [], [], []
     for more in ([], ["data.packing=true"], ["data.packing=true", "batch=accumulate", "batch.accumulation_steps=3"]):
         trainer = make(*words(folder, f"model.attention={attention}", "batch.global_batch=15", "clip=none", "updates=3", *more))

@@ -258,6 +258,7 @@ REFUSED = {
     ),
     "two sets of weights": ([*BERT, "model.pretrained=true", "model.weights=x"], "two sets of weights"),
     "flash without its package": ([*BERT, "model.attention=flash"], "flash_attn"),
+    "flex on a CPU": ([*BERT, "model.attention=flex"], "flex trains on CUDA alone, and the device is of type cpu"),
 }
 
 

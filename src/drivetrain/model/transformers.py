@@ -60,7 +60,7 @@ class Transformers(Model):
     ) = None
     pretrained: bool = False
     config: Annotated[dict[str, Any], CONFIG] = field(default_factory=dict)
-    attention: Literal["auto", "sdpa", "eager", "flash"] = "auto"
+    attention: Literal["auto", "sdpa", "eager", "flash", "flex"] = "auto"
     head: Literal["auto", "sequence", "token", "causal", "masked", "image"] = "auto"
 
     _finished: bool = field(default=False, init=False)  # a run that is over has kept its config
@@ -83,6 +83,8 @@ class Transformers(Model):
         yield from (missing := list(needs_extra("transformers", "transformers", "model=transformers")))
         if self.attention == "flash" and list(needs_extra("flash_attn", "", "")):
             yield "model.attention=flash needs the package 'flash_attn', which is not installed: set model.attention=sdpa"
+        if self.attention == "flex" and not self._finished and (kind := run.runtime.device_type()) != "cuda":
+            yield f"model.attention=flex trains on CUDA alone, and the device is of type {kind}: set model.attention=sdpa"
         if missing or not self.name or self._finished:
             return
         _log_quietly()
@@ -111,7 +113,8 @@ class Transformers(Model):
         return self.pretrained or super().given_weights
 
     def untrained(self) -> Transformers:
-        finished = replace(self, **NO_START, pretrained=False)
+        attention: Any = "sdpa" if self.attention == "flex" else self.attention  # the same sums, on any device
+        finished = replace(self, **NO_START, pretrained=False, attention=attention)
         finished._finished, finished.began = True, self.given_weights
         return finished
 
@@ -158,7 +161,7 @@ class Transformers(Model):
         cls = self._class(head, config)
         if context.writes_files and context.trains:
             files.write_text(kept, config.to_json_string(use_diff=False))
-        attention = {"auto": None, "flash": "flash_attention_2"}.get(self.attention, self.attention)
+        attention = {"auto": None, "flash": "flash_attention_2", "flex": "flex_attention"}.get(self.attention, self.attention)
         with _errors_of(f"model.name={self.name}"):
             if self.pretrained and not resumed and context.without_values is None:
                 model = self._loaded(cls, config, attention)
