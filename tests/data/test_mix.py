@@ -17,6 +17,7 @@ from drivetrain.core.order import index_of
 from drivetrain.data import mix
 from drivetrain.data.mixture import Mixture
 from drivetrain.inference.evaluation import evaluate
+from drivetrain.launch.job import prepare
 from tests.support import same_end
 
 SHORT = ["data=mix", "model=gpt", "model.width=8", "model.depth=1", "model.heads=2", "task=language_modelling", "optimizer=adamw",
@@ -141,6 +142,33 @@ def test_image_folders_of_the_same_classes_are_normalised_together(tmp_path, mon
     run = ended(["data=mix", f"data.sources={json.dumps(sources)}".replace('"', ""), "model=mlp", "model.hidden=[4]", "epochs=1",
                  "batch.global_batch=8", "optimizer=adamw", "augment=[]"])  # fmt: skip
     assert {name.partition("/")[0] for name in run.metrics["validation"]["final"]} == {"day", "night"}
+
+
+def tables(tmp_path: Path, columns: str = "size,kind,label") -> list[str]:
+    """The words of a run over two tables, of which the second one has other sizes and a kind of its own."""
+    sources = {}
+    for name, first, kinds in (("near", 0, "ab"), ("far", 1000, "ac")):
+        lines = [f"{first + n},{kinds[n % 2]},{'no' if n % 3 else 'yes'}" for n in range(60)]
+        header = columns if name == "far" else "size,kind,label"
+        (tmp_path / f"{name}.csv").write_text("\n".join([header, *lines]) + "\n")
+        sources[name] = {"option": "tabular", "path": str(tmp_path / f"{name}.csv"), "target": "label"}
+    return ["data=mix", f"data.sources={json.dumps(sources)}".replace('"', ""), "model=mlp", "model.hidden=[4]", "epochs=1",
+            "batch.global_batch=8", "optimizer=adamw"]  # fmt: skip
+
+
+def test_tables_are_read_by_what_the_first_one_taught(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = ended(tables(tmp_path))
+    log = (run.run_dir / "log.txt").read_text()
+    assert "all tables are read by the columns, means and categories of near's training rows" in log
+    assert "have a value of kind that no training row has (c)" in log
+    x = prepare(tables(tmp_path)).run.data.load_sets(torch.device("cpu")).train
+    near, far = (x.parts[number][1].fetch(torch.arange(40))[0][:, 0] for number in range(2))
+    assert abs(float(near.mean())) < 0.3
+    assert float(far.min()) > 30  # as many deviations of near's sizes
+    assert evaluate(run.run_dir).metrics == run.metrics["test"]["final"]
+    with pytest.raises(UserError, match="has no column kind, which the run's own table has"):
+        drivetrain.train(tables(tmp_path, "size,sort,label"))
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,7 @@ class Data(Option, groups.Data):
     reads: ClassVar[tuple[TargetKind, ...]] = ()  # what targets it can read, where there are several kinds; the usual one first
     kind: TargetKind | None = field(init=False, default=None)  # the one of them that the user chose
     own: OwnData | None = field(init=False, default=None)  # of a finished run that is evaluated on data of another place
+    like: Splits | None = field(init=False, default=None)  # the data by which this is encoded, where it is mixed with other
 
     def __post_init__(self) -> None:
         for key in self.machine_local_keys:
@@ -472,11 +473,11 @@ class HeldOut(Data, Generic[P, K, S]):
         raise self.unwritten("about")
 
     def load(self, device: torch.device) -> Splits:
-        every, known = self.read()
+        every, known = self.read() if self.like is None else self.read_like(self.like)
         tests = self.places("test", known)
         train, test = (every, None) if tests else self.divided(every)
         self._refuse_empty(train, [] if test is None else [test])
-        known = self.learn(known, every, train)
+        known = self.learn(known, every, train) if self.like is None else known
         sets = {
             split: {name: self.read_set(place, known, split) for name, place in self.places(split, known).items()}
             for split in SPLITS
@@ -484,7 +485,13 @@ class HeldOut(Data, Generic[P, K, S]):
         if test is not None:
             sets["test"] = {"": test}
         self._refuse_empty(train, sets["test"].values())
-        return self._encoded(known, train, sets, None)
+        return self._encoded(known, train, sets, self.like)
+
+    def read_like(self, other: Splits) -> tuple[P, K]:
+        """Return what `read` does, with what other data has taught in place of its own. Raises UserError."""
+        if (known := self.kept(other)) is None:
+            raise UserError(f"{type(self).__name__} is one whole table: mix tables of files (option: tabular)")
+        return self.read_set(str(self.other_file()), known, "train"), known
 
     def _refuse_empty(self, train: P, tests: Iterable[P]) -> None:
         counts = [len(train), *map(len, tests)]

@@ -147,7 +147,6 @@ class Mix(Data):
         "Mix": "it holds sources itself: name them side by side",
         "OwnDataset": "join the Datasets by torch's ConcatDataset, as data=own",
         "OwnStream": "its samples come one after the other",
-        "Tabular": "each table learns columns of its own: join the files",
     }
 
     def __post_init__(self) -> None:
@@ -220,8 +219,13 @@ class Mix(Data):
 
     def load(self, device: torch.device) -> Splits:
         """Load each source with its own sets, and join them. Raises UserError where they differ in more than their samples."""
-        every = {name: part.load_sets(device) for name, part in self.by_name.items()}
+        every: dict[str, Splits] = {}
+        for name, part in self.by_name.items():
+            part.like = next(iter(every.values()), None) if part.reads_rows else None
+            every[name] = part.load_sets(device)
         name, data = next(iter(every.items()))
+        if self.first.reads_rows:
+            logger.info("data=mix: all tables are read by the columns, means and categories of %s's training rows", name)
         for other, splits in every.items():
             for key in (each.name for each in fields(Splits) if each.name not in ITS_OWN):
                 mine, theirs = getattr(splits, key), getattr(data, key)
