@@ -373,6 +373,10 @@ class Data(Option, groups.Data):
         """Return the text that the tokens of an input stand for; None where the option cannot tell."""
         return None
 
+    def describe_row(self, x: Tree, data: Splits) -> Mapping[str, str]:
+        """Return the values of a sample that is a row of a table, by their columns; {} for another one."""
+        return {}
+
     def describe_columns(self, data: Splits) -> Mapping[str, Sequence[str]]:
         """Return in words what each column of the training table became; {} where there is no table."""
         return {}

@@ -270,6 +270,19 @@ class TableSchema:
             first += column.outputs
         return torch.from_numpy(encoded)
 
+    def described_row(self, encoded: np.ndarray) -> dict[str, str]:
+        """Return the inputs as text that `encode` made numbers (d,) of: a missing number is the mean."""
+        found, first = {}, 0
+        for name in self.inputs:
+            column = self.columns[name]
+            part, first = encoded[first : first + column.outputs], first + column.outputs
+            if column.categories is not None:
+                found[name] = ", ".join(text for text, on in zip(column.categories, part, strict=True) if on)
+            else:  # float32 has hardly more digits
+                values = zip((part * column.std + column.mean).tolist(), column.std, strict=True)
+                found[name] = ", ".join(f"{round(value, 5 - math.floor(math.log10(std))):.6g}" for value, std in values)
+        return found
+
     @property
     def text(self) -> str | None:
         """The input that is a text, which is then the only one; None where there is none."""

@@ -109,6 +109,9 @@ class TabularData:
             )
         return rows
 
+    def describe_row(self, x: torch.Tensor, data: Splits) -> Mapping[str, str]:
+        return schema_of(data).described_row(x.numpy())
+
     def kept_rows(self, schema: TableSchema, data: Splits) -> Tokenizer | None:
         """Return the tokenizer of a run that reads a text of each row; None where it reads columns."""
         return None

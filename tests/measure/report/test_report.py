@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -112,6 +113,51 @@ def test_the_page_of_a_regression_draws_numbers_against_what_is_true(tiny, capsy
     assert all(known[int(number) - 1] == pytest.approx(float(true), abs=0.1) for number, true, _ in rows)
     drawn = {chart[0]: chart[1].count("<circle") for chart in re.findall(r"<figcaption>(.*?)</figcaption>(.*?)</svg>", text)}
     assert drawn["Predicted against true"] == drawn["Residuals: predicted less true"] == 88
+
+
+@pytest.mark.parametrize("kind", ["class", "labels"])
+def test_probabilities_are_drawn_as_scikit_learn_measures_them(kind):
+    """Equal probabilities are one point; a class that all samples have, or none, has no curve."""
+    from sklearn.calibration import calibration_curve
+    from sklearn.metrics import precision_recall_curve, roc_auc_score
+
+    draws = np.random.default_rng(0)
+    shares, truth = draws.integers(1, 9, (60, 3)) / 10, np.eye(3)[draws.integers(0, 2, 60)]
+    found = [
+        samples.ShownSample("", None, "", "", None, 0.0, (), line.tolist(), of.tolist())
+        for line, of in zip(shares, truth, strict=True)
+    ]
+    loaded = SimpleNamespace(classes=["a", "b", "c"], kind=kind)
+    page = "".join(part.html for part in samples._ranked(found, loaded, loaded.classes, "60 of the test set"))
+    areas = dict(re.findall(r"(\w) \(area ([\d.]+)\)</li>", page))
+    assert areas == {name: f"{roc_auc_score(truth[:, n], shares[:, n]):.3f}" for n, name in enumerate("ab")}
+    precision, recall, _ = precision_recall_curve(truth[:, 0], shares[:, 0])
+    curve = re.search(r"Precision against recall.*?data-name=\"a\" points=\"([^\"]+)", page)[1].split()
+    assert len(curve) == len({*zip(precision, recall, strict=True)}) - 1  # scikit-learn adds the point (1, 0)
+    if kind == "labels":
+        kept = calibration_curve(truth.ravel(), shares.ravel(), n_bins=10)[0]
+        assert len(re.search(r"Calibration.*?data-name=\"the model\" points=\"([^\"]+)", page)[1].split()) == len(kept)
+    alone = "".join(part.html for part in samples._ranked(found, loaded, ["b"], ""))
+    assert re.findall(r"(\w) \(area [\d.]+\)</li>", alone) == ["b"]
+
+
+def test_the_worst_rows_of_a_table_stand_with_their_values(train, tmp_path):
+    rows = [
+        f"{n},{n % 7 / 4},{'red' if n % 3 else 'blue'},20{10 + n % 9}-03-1{n % 9},{'yes' if n % 2 else 'no'}" for n in range(80)
+    ]
+    (tmp_path / "rows.csv").write_text("\n".join(["number,size,colour,day,kind", *rows]))
+    words = ["data=tabular", f"data.path={tmp_path}/rows.csv", "data.target=kind", "epochs=1", "updates=2", "task=classification"]
+    result = train(*words)
+    report.add_samples(result)
+    page = (Path(result.run_dir) / "report.html").read_text()
+    pages.check(page)
+    shown = re.findall(r"rows\.csv:(\d+)</th>((?:<td[^>]*>[^<]*</td>)+)", page.replace("<wbr>", ""))
+    assert len(shown) > 10
+    for line, cells in shown:
+        number, size, colour, day, _ = rows[int(line) - 2].split(",")
+        said = re.findall(r">([^<]*)</td>", cells)[3:]
+        year, month, day = (str(int(part)) for part in day.split("-"))
+        assert (said[:3], said[3].split(", ")[:3]) == ([number, f"{float(size):g}", colour], [year, month, day])
 
 
 def test_runs_under_way_killed_and_half_written(two):

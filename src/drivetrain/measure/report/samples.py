@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.lazy import numpy as np
 from drivetrain.core.typed import JsonObject
+from drivetrain.data.base import Data
 from drivetrain.run.reader import RunFiles
 from drivetrain.ui import plots, sheet
 from drivetrain.ui.pages import charts
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 CHARACTERS = 400  # of a text
 OF_SET = "test"
 MOST_NUMBERS = 4  # of a target, that are drawn
+MOST_COLUMNS = 20  # of a table, whose values are shown
+MOST_CLASSES = 8  # whose curves are drawn
+BINS = 10  # of probabilities
 IGNORED = -100  # a target that no loss counts
 
 
@@ -39,6 +44,8 @@ class ShownSample:
     right: bool | None  # None: a matter of degree
     loss: float  # by which the worst are found
     pairs: Sequence[tuple[float, float]] = ()  # each true number or class, and what was predicted
+    shares: Sequence[float] = ()  # the probability of each class or label
+    truth: Sequence[float] = ()  # 1 for each that it is
 
 
 def samples_of(run: RunFiles, count: int, most: int) -> list[sheet.Section]:
@@ -71,6 +78,9 @@ def _drawn(
     shown = sheet.under(title, measured, *sheet.under("The worst", _shown(worst, loaded), level=3))
     if others := [sample for sample in samples if not any(sample is each for each in worst)][:count]:
         shown += sheet.under("Others at random", _shown(others, loaded), level=3)  # they came in random order
+    named = [str(v) for key, v in run.config.items() if key.startswith("metrics.") and key.endswith("positive") and v is not None]
+    of = [name for name in loaded.classes if name in named] or loaded.classes[len(loaded.classes) == 2 :]
+    shown += _ranked(samples, loaded, of, looked_at) if samples[0].shares else []
     counted = plots.of_result(run.result.tables)[1] if run.result is not None else {}
     if loaded.kind == "class" and not any(map(plots.is_confusion, counted.values())):
         return [*shown, *charts.sections({"confusion_matrix": _confusion(samples, loaded.classes)}, looked_at)]
@@ -81,6 +91,37 @@ def _confusion(samples: Sequence[ShownSample], names: Sequence[str]) -> JsonObje
     """The counts of which class was taken for which, as metrics=confusion_matrix makes them."""
     counts = Counter(pair for sample in samples for pair in sample.pairs)
     return {"rows": names, "columns": names, "values": [[counts[n, m] for m in range(len(names))] for n in range(len(names))]}
+
+
+def _ranked(samples: Sequence[ShownSample], loaded: LoadedRun, of: Sequence[str], looked_at: str) -> list[sheet.Section]:
+    """How well probabilities tell classes apart, each from the others, and whether they are what they say."""
+    shares, truth = np.array([sample.shares for sample in samples]), np.array([sample.truth for sample in samples]) > 0.5
+    told_apart, found, line = list[charts.ChartLine](), list[charts.ChartLine](), [(0.0, 0.0), (1.0, 1.0)]
+    for n in [n for n in map(loaded.classes.index, of) if 0 < truth[:, n].sum() < len(samples)][:MOST_CLASSES]:
+        order = np.argsort(-shares[:, n], kind="stable")
+        ends = np.flatnonzero(np.diff(shares[order, n], append=-1.0))  # of equal probabilities the last
+        hits, misses = np.cumsum(truth[order, n])[ends], np.cumsum(~truth[order, n])[ends]
+        x, recall = np.append(0, misses / misses[-1]), np.append(0, hits / hits[-1])
+        area = float((np.diff(x) * (recall[1:] + recall[:-1]) / 2).sum())
+        told_apart.append(charts.ChartLine(f"{loaded.classes[n]} (area {area:.3f})", list(zip(x, recall, strict=True))))
+        found.append(charts.ChartLine(loaded.classes[n], list(zip(recall[1:], hits / (hits + misses), strict=True))))
+    if loaded.kind == "class":
+        best = np.arange(len(shares)), shares.argmax(1)
+        shares, truth = shares[best], truth[best]
+    sure, right = shares.ravel(), truth.ravel()
+    bins = np.minimum((sure * BINS).astype(int), BINS - 1)
+    kept = [(float(sure[bins == n].mean()), float(right[bins == n].mean())) for n in range(BINS) if (bins == n).any()]
+    calibration = [charts.ChartLine("the model", kept), charts.ChartLine("as it says", line)]
+    drawn = [
+        charts.curves(
+            "ROC: found against false alarms",
+            [*told_apart, charts.ChartLine("by chance", line)],
+            "share of the others taken for it",
+        ),
+        charts.curves("Precision against recall", found, "recall"),
+        charts.curves("Calibration: how often it is right", calibration, "probability that it gives"),
+    ]
+    return sheet.under(f"Probabilities, {looked_at}", sheet.PagePart(charts.grid(drawn)))
 
 
 def _scatter(samples: Sequence[ShownSample], looked_at: str) -> list[sheet.Section]:
@@ -135,13 +176,16 @@ def _judged(reads: Sequence[inputs.PredictedSample], predicted: Predictions, loa
             best = int(shares.argmax())
             loss, right = -float(shares[int(target)].clamp_min(1e-30).log()), best == int(target)
             said = f"{loaded.classes[best]} ({float(shares[best]):.0%})"
-            yield ShownSample(one.name, one.x, loaded.classes[int(target)], said, right, loss, [(int(target), best)])
+            truth = [float(number == int(target)) for number in range(len(shares))]
+            pairs = [(int(target), best)]
+            yield ShownSample(one.name, one.x, loaded.classes[int(target)], said, right, loss, pairs, shares.tolist(), truth)
         elif loaded.kind == "labels":
             shares = output.sigmoid().clamp(1e-6, 1 - 1e-6)
             loss = float(torch.nn.functional.binary_cross_entropy(shares, target.float()))
             said = ", ".join(name for name, on in zip(loaded.classes, (shares > 0.5).tolist(), strict=True) if on) or "none"
             right = bool(((shares > 0.5) == (target > 0.5)).all())
-            yield ShownSample(one.name, one.x, str(loaded.name_target(one.target)) or "none", said, right, loss)
+            is_ = str(loaded.name_target(one.target)) or "none"
+            yield ShownSample(one.name, one.x, is_, said, right, loss, (), shares.tolist(), target.tolist())
         elif loaded.kind == "values":
             wide = float((output.flatten()[: target.numel()] - target.float().flatten()).abs().mean())
             found = torch.as_tensor(predicted.labels)[n].flatten().tolist()
@@ -166,12 +210,15 @@ def _shown(samples: Sequence[ShownSample], loaded: LoadedRun) -> sheet.Section:
     if not tokens and shape is not None and len(shape) == 3 and shape[0] in (1, 3):
         return charts.tiles([_tile(sample, loaded.transforms.option.max_value) for sample in samples])
     target = ["is"] if any(sample.target for sample in samples) else []
+    values = [{} if tokens else Data.of(loaded.run).describe_row(sample.x, loaded.data) for sample in samples]
+    names = list(values[0])[:MOST_COLUMNS]
     rows = []
-    for sample in samples:
+    for sample, of in zip(samples, values, strict=True):
         shown = str((loaded.text_of(sample.x) if tokens else None) or sample.name)
         shown = shown if len(shown) <= CHARACTERS else f"{shown[:CHARACTERS]} …"
-        rows.append([shown, *([sample.target] if target else []), sample.prediction, f"{sample.loss:.4g}"])
-    columns = ["text" if tokens else "sample", *target, "predicted", "loss"]
+        is_ = [sample.target] if target else []
+        rows.append([shown, *is_, sample.prediction, f"{sample.loss:.4g}", *(of[name] for name in names)])
+    columns = ["text" if tokens else "sample", *target, "predicted", "loss", *names]
     return sheet.Table(columns, rows, "Samples with predictions", ("is", "predicted") if tokens else ())
 
 
