@@ -32,6 +32,7 @@ from drivetrain.core.step.source import Source as Source
 from drivetrain.core.step.target_kinds import TargetKind
 from drivetrain.core.step.tensors import Tensors as Tensors
 from drivetrain.core.step.trees import Tree, map_tensors
+from drivetrain.data.baseline import Baseline
 from drivetrain.data.decoding import ImageFileSource, Range
 from drivetrain.data.untrusted import Encoding
 
@@ -371,6 +372,10 @@ class Data(Option, groups.Data):
 
     def decode(self, tokens: Sequence[int], data: Splits) -> str | None:
         """Return the text that the tokens of an input stand for; None where the option cannot tell."""
+        return None
+
+    def fitted_baseline(self, data: Splits) -> Baseline | None:
+        """Return what a run's model is compared with, fitted on the training samples; None: it is compared with nothing."""
         return None
 
     def describe_row(self, x: Tree, data: Splits) -> Mapping[str, str]:

@@ -202,9 +202,9 @@ class Mix(Data):
             yield from (re.sub(r"\bdata\.", f"data.sources.{name}.", line) for line in part.rules(run))
             if (why := self.not_mixed.get(type(part).__name__)) is not None:
                 yield f"data.sources.{name} cannot be mixed: {why}"
-            for key in ("order", "drop_last"):
-                if getattr(part, key) != getattr(type(part), key):
-                    yield f"data.sources.{name}.{key} has no effect, as the mix has one order: leave it out"
+            for key in ("order", "drop_last", "baseline"):
+                if getattr(part, key, None) != getattr(type(part), key, None):
+                    yield f"data.sources.{name}.{key} has no effect, as a mix has one order and no baseline: leave it out"
             for key in (name for name in ALIKE if name != "max_value" or not part.tokens):
                 mine, theirs = getattr(part, key, None), getattr(self.first, key, None)
                 if mine != theirs:

@@ -19,6 +19,7 @@ from drivetrain.core.options.option import Count, RunSpec
 from drivetrain.core.step import rng
 from drivetrain.core.step.target_kinds import TargetKind
 from drivetrain.data.base import Fraction, FromFile, HeldOut, Inputs, Splits, Tensors, number_apart
+from drivetrain.data.baseline import Baseline
 from drivetrain.data.cells import Cells, Words, absent
 from drivetrain.data.schema import TYPES, TableSchema, check_names, columns_of, named
 from drivetrain.data.tables import KINDS, MISSING, Form, NativeTable, StreamedTable, TextTable, open_table
@@ -57,6 +58,8 @@ class TabularData:
     max_value: ClassVar[float | None] = None
     missing: str = "refuse"
     normalize: bool
+    baseline: bool
+    targets: TargetKind | None
     reads_rows = True
 
     def form(self) -> Form:
@@ -108,6 +111,9 @@ class TabularData:
                 f"(without a value is a cell that is empty, or {' '.join(filter(None, schema.missing))}: data.na)"
             )
         return rows
+
+    def fitted_baseline(self, data: Splits) -> Baseline | None:
+        return Baseline(data.train, self.targets, data.classes) if self.baseline else None
 
     def describe_row(self, x: torch.Tensor, data: Splits) -> Mapping[str, str]:
         return schema_of(data).described_row(x.numpy())
@@ -216,6 +222,7 @@ class Tabular(TabularData, FromFile[Cells, Known, "Rows | TextRows"], TextData):
     normalize: bool = True
     holdout: Fraction = 0.2
     drop_last: bool = False
+    baseline: bool = False
 
     def resolve(self, run: RunSpec) -> Self:
         tokens = run.model.has_tokenizer or "text" in self._types().values()
@@ -225,6 +232,8 @@ class Tabular(TabularData, FromFile[Cells, Known, "Rows | TextRows"], TextData):
         yield from super().validate(run)
         if not names_of(self.target):
             yield "data=tabular needs data.target, the column that is predicted (several: data.target=[a,b])"
+        if self.baseline and self.tokens:
+            yield f"data.baseline=true is fitted on columns, and {run.named('model')} reads a text: set it to false"
         for name, kind in self._types().items():
             if kind not in ("", *TYPES):
                 yield f"data.columns={{{name}: {kind}}}: a column's type is one of {', '.join(TYPES)}"
@@ -310,6 +319,7 @@ class ScikitLearn(TabularData, HeldOut[Cells, Known, "Rows | TextRows"]):
     validation: Fraction | None = 0.2
     normalize: bool = True
     drop_last: bool = False
+    baseline: bool = False
 
     def shape(self) -> tuple[int, ...]:
         return (self.inputs,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,19 +31,17 @@ from drivetrain.core.machine.signals import StopFlag
 from drivetrain.core.options import stages
 from drivetrain.core.options.option import RunSpec
 from drivetrain.core.options.protocols import LogWriter
-from drivetrain.core.options.selection import Figure
-from drivetrain.core.step.source import Source
 from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.core.user import code as user_code
 from drivetrain.core.world import World
 from drivetrain.data import Data
 from drivetrain.engine import kernels
 from drivetrain.engine.context import RunContext
-from drivetrain.launch import machine_limits
+from drivetrain.launch import judgement, machine_limits
 from drivetrain.launch.job import Job
 from drivetrain.loader import Loader
 from drivetrain.logger import Logger
-from drivetrain.run import environment, identity, reader, remarks
+from drivetrain.run import environment, identity
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest, space
 from drivetrain.saving.content import Malformed
@@ -304,6 +302,7 @@ def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
     trainer.callbacks.raise_error()
     result.remarks += trainer.log.exploded(trainer.progress.final)
     evaluate_kept(staged, result, trainer.run_dir)
+    compared = list(judgement.against_baseline(result, trainer, staged.context))
     if trainer.parallel.world.rank == 0:
         from drivetrain.data.base import fingerprint
         from drivetrain.launch.batch_plan import write_plan
@@ -315,26 +314,13 @@ def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
         result.data = fingerprint(trainer.train_data.source)
         write_plan(trainer.run_dir, trainer.batch, trainer.epochs)
         result.shares = trainer.evaluator.on("test").shares(staged.context.run.target_kind)
-        result.remarks = result.remarks or list(_remarks(result, trainer))  # of one that has exploded there is no more to say
+        of_run = result.remarks or judgement.of_curves_and_test(
+            result, trainer
+        )  # of one that has exploded there is no more to say
+        better, others = ([line for is_better, line in compared if is_better is which] for which in (True, False))
+        result.remarks = [*better, *of_run, *others]
         for remark in result.remarks:
             logger.info("%s", remark)
-
-
-def _remarks(result: Result, trainer: Trainer) -> Iterator[str]:
-    """The remarks on the run's curves and its accuracies."""
-    if not result.stopped:
-        loss = str(Figure("loss", set=Figure.parse(trainer.selection.name).set))
-        yield from remarks.of_curves(*reader.points(trainer.run_dir / "metrics.jsonl"), loss, trainer.saving.best)
-    sets = trainer.evaluator.sets["test"] if result.shares else {}
-    yield from remarks.of_test(
-        result, {name: share for name, each in sets.items() if (share := commonest(each.source)) is not None}
-    )
-
-
-def commonest(source: Source) -> float | None:
-    """The share of a set's commonest class, where its labels are known without reading the samples."""
-    labels = source.labels() if source.own_code is None else None
-    return None if labels is None or labels.ndim != 1 else (labels == labels.mode().values).sum().item() / len(labels)
 
 
 def _failure(error: BaseException, job: Job, run_dir: Path, staged: StagedRun | None) -> tuple[str, str, int]:

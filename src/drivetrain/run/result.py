@@ -174,8 +174,9 @@ class Result:
             for name, value in by_weights.get("final", {}).items():
                 notes = " ".join(filter(None, (self.uncertainty(of, name, value), self.note_on_best(of, name, number))))
                 of_metrics.append((f"{of} {name}", f"{number(value):<9}{notes}".rstrip()))
-            averaged = "  ".join(f"{name} {number(value)}" for name, value in by_weights.get("averaged", {}).items())
-            averages.append((f"{of}, averaged", averaged))
+            for what in ("averaged", "baseline"):
+                figures = "  ".join(f"{name} {number(value)}" for name, value in by_weights.get(what, {}).items())
+                averages.append((f"{of}, {what}", figures))
         found = [
             ("status", self.status + (f": {self.error}" if self.error else "")),
             ("stopped", self.stopped),

@@ -200,7 +200,12 @@ def _results(result: Result, run: RunFiles) -> list[Section]:
     }
     names = list(dict.fromkeys(name for figures in found.values() for name in figures if name != "update"))
     names.sort(key=lambda name: name != ranks)
-    words = {"final": "at the end", "best": best_name(run), "averaged": "averaged weights"}
+    words = {
+        "final": "at the end",
+        "best": best_name(run),
+        "averaged": "averaged weights",
+        "baseline": "scikit-learn's HistGradientBoosting",
+    }
     rows: list[list[str]] = []
     best = None
     for (of_set, when), figures in found.items():
