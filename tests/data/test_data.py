@@ -306,6 +306,22 @@ def test_the_shorter_side_is_resized_and_the_centre_kept(tmp_path):
     assert out[0].max() < 5
 
 
+@pytest.mark.parametrize(
+    ("size", "part"), [([8, 4], (60, 0, 80, 160)), ([20, 10], (60, 0, 80, 160)), ([4, 8], (0, 30, 200, 100))]
+)
+def test_images_need_not_be_square(size, part):
+    """The largest part in the middle that has the shape is kept: height first, as torch says it."""
+    width, height = (200, 160)
+    pixels = np.zeros((height, width, 3), np.uint8)
+    left, top, wide, high = part
+    pixels[top : top + high, left : left + wide] = 200
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    found = decode(out.getvalue(), "one.png", size, 10**6)
+    assert found.shape == (3, *size)
+    assert (found == 200).all()
+
+
 def test_crop_pct_keeps_the_middle_that_timm_keeps(tmp_path):
     """timm resizes the shorter side to size / crop_pct and keeps the middle; an own box of a random crop is not cut again."""
     from timm.data import create_transform

@@ -261,6 +261,20 @@ def test_what_does_not_tell_how_a_mask_is_turned_is_refused(tmp_path):
         Masks(root=str(tmp_path), size=32, holdout=0.3).load(CPU)
 
 
+def test_image_and_mask_have_one_shape_that_need_not_be_square(tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "masks").mkdir()
+    values = np.zeros((40, 60), np.uint8)
+    values[:, 20:40] = 1
+    for n in range(20):
+        Image.fromarray(np.stack([np.roll(values, n, 1) * 200] * 3, 2)).save(tmp_path / f"images/{n}.png")
+        Image.fromarray(np.roll(values, n, 1)).save(tmp_path / f"masks/{n}.png")
+    data = Masks(root=str(tmp_path), size=[20, 10]).load(CPU)
+    x, y = data.train.fetch(torch.arange(len(data.train)))
+    assert (data.shape, x.shape[1:], y.shape[1:]) == ((3, 20, 10), (3, 20, 10), (20, 10))
+    assert overlap(data) > 0.9
+
+
 def test_a_scenes_labels_are_the_digits_of_its_mask():
     labels, masks = DigitScenes(kind="labels", samples=56, test_samples=10), DigitScenes(kind="mask", samples=56, test_samples=10)
     labels.targets, masks.targets = "labels", "mask"

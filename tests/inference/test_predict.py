@@ -135,7 +135,7 @@ def test_image_files_as_the_run_reads_its_own(finished, tmp_path, monkeypatch, c
         for m in range(3):
             pixels = random.integers(0, 256, (20 + m, 30 + n, 3), dtype="uint8")
             Image.fromarray(pixels).save(folder / f"{m}.{'jpg' if m else 'png'}")
-    data = ("data=imagefolder", f"data.root={tmp_path}/photos", "data.size=16")
+    data = ("data=imagefolder", f"data.root={tmp_path}/photos", "data.size=[16,12]")
     result = finished(*data, "model=mlp", "model.hidden=[8]", "batch.global_batch=3", "updates=2", "scheduler=constant")
     assert predict(result, "--data", "test", "--out", tmp_path / "a.csv") == 0
     assert predict(result, tmp_path / "photos" / "val", "--out", tmp_path / "b.csv") == 0

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal, NamedTuple, Self, TypeVar
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 
 from drivetrain.core.errors import DataError, each_read
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
+from drivetrain.core.options.option import Count
 from drivetrain.core.step.source import CropBox, Source
 
 if TYPE_CHECKING:
@@ -135,6 +136,15 @@ def of_values(low: float, high: float, whole: bool, where: str) -> Range:
 
 
 CropShare = Annotated[float, Gt(0), Le(1)]
+ImageSize = Count | Annotated[Sequence[Count], MinLen(2), MaxLen(2)]  # of both sides, or height and width
+
+
+def sides(size: int | Sequence[int]) -> tuple[int, int]:
+    """Return the height and the width that a size says."""
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
+
+
 ORIENTATION = 0x0112  # the EXIF tag
 # The steps that bring an orientation upright: whether rows become columns, and then the direction of both.
 TURNS = {1: (0, 1, 1), 2: (0, 1, -1), 3: (0, -1, -1), 4: (0, -1, 1), 5: (1, 1, 1), 6: (1, 1, -1), 7: (1, -1, -1), 8: (1, -1, 1)}
@@ -146,15 +156,20 @@ DAMAGED = "cannot be read as an image ({}): mend or remove it"
 class Decoding(NamedTuple):
     """The settings by which the image files of a set become samples."""
 
-    size: int  # they become RGB, upright, this size square
+    size: int | Sequence[int]  # they become RGB, upright, of this size
     max_pixels: int = 50_000_000
     crop_pct: float = 1.0  # share of the side of the middle square, where a sample has no crop box
     on_error: OnError = "raise"
     max_skipped: float = 0.0
 
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Return their height and width."""
+        return sides(self.size)
+
 
 class ImageFileSource(Source):
-    """A source that decodes an image file for each sample: uint8 (n, 3, size, size). Subclasses say where the files are."""
+    """A source that decodes an image file for each sample: uint8 (n, 3, h, w). Subclasses say where the files are."""
 
     parallel_read = True  # decoding is work that threads share
     crops = True  # fetch takes crop boxes
@@ -184,7 +199,7 @@ class ImageFileSource(Source):
     def fetch(self, indices: torch.Tensor, boxes: Sequence[CropBox] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the images, cropped to `boxes` where they are given, and their targets."""
         crops = [None] * len(indices) if boxes is None else boxes
-        x = torch.empty(len(indices), 3, self.how.size, self.how.size, dtype=torch.uint8)
+        x = torch.empty(len(indices), 3, *self.how.sides, dtype=torch.uint8)
         read = []
         for row, (image, index) in enumerate(self.samples(indices.tolist(), crops)):
             x[row] = image
@@ -196,11 +211,11 @@ class ImageFileSource(Source):
         return map(self.sample, indices, boxes)
 
     def sample(self, index: int, box: CropBox | None = None) -> tuple[torch.Tensor, int]:
-        """Return a sample's image, or that of the one that replaces it, uint8 (3, size, size), and the index that was read."""
+        """Return a sample's image, or that of the one that replaces it, uint8 (3, h, w), and the index that was read."""
         return self.policy.read(index, lambda candidate: (self.decoded(candidate, box), candidate))
 
     def decoded(self, index: int, box: CropBox | None = None) -> torch.Tensor:
-        """Return the image of a sample itself, uint8 (3, size, size). Raises DataError naming it."""
+        """Return the image of a sample itself, uint8 (3, h, w). Raises DataError naming it."""
         size, max_pixels, crop_pct, *_ = self.how
         return decode(self.content(index), self.name(index), size, max_pixels, box, crop_pct, self.range)
 
@@ -217,7 +232,7 @@ class ImageFileSource(Source):
 
         def read(candidate: int) -> tuple[bytes, WantedPart, int]:
             content = self.content(candidate)
-            layout = read_layout(content, self.name(candidate), self.how.max_pixels, box, self.how.crop_pct)
+            layout = read_layout(content, self.name(candidate), self.how.max_pixels, box, self.how.crop_pct, self.how.size)
             plain = layout.plain_jpeg and not (self.range is not None and self.range.said)
             return content, layout._replace(plain_jpeg=plain), candidate
 
@@ -248,8 +263,13 @@ class WantedPart(NamedTuple):
     plain_jpeg: bool  # an upright JPEG in RGB or grey
 
 
-def read_layout(content: bytes, name: str, max_pixels: int, box: CropBox | None = None, crop_pct: float = 1.0) -> WantedPart:
-    """Read an image file's layout; without `box` the crop is a square in the middle. DataError if the image is too large."""
+def read_layout(
+    content: bytes, name: str, max_pixels: int, box: CropBox | None = None, crop_pct: float = 1.0, shape: int | Sequence[int] = 1
+) -> WantedPart:
+    """Read an image file's layout; without `box` the crop is in the middle, and has the `shape` of a size.
+
+    Raises DataError where the image is too large.
+    """
     if (size := _plain_jpeg_size(content)) is not None:
         orientation, plain = 1, True
         check_pixels(size, name, max_pixels)
@@ -259,7 +279,7 @@ def read_layout(content: bytes, name: str, max_pixels: int, box: CropBox | None 
             plain = image.format == "JPEG" and image.mode in ("RGB", "L") and orientation == 1
     upright = size[::-1] if orientation >= 5 else size
     return WantedPart(
-        upright, center_square(upright[0], upright[1], crop_pct) if box is None else box(*upright), orientation, plain
+        upright, center_part(upright[0], upright[1], crop_pct, shape) if box is None else box(*upright), orientation, plain
     )
 
 
@@ -326,28 +346,29 @@ def open_image(content: bytes | BinaryIO, name: str) -> Iterator[ImageFile]:
 def decode(
     content: bytes,
     name: str,
-    size: int,
+    size: int | Sequence[int],
     max_pixels: int,
     box: CropBox | None = None,
     crop_pct: float = 1.0,
     scale: Range | None = None,
 ) -> torch.Tensor:
-    """Decode an image file, crop it to `box` or to a square in its middle, and resize it: uint8 (3, size, size).
+    """Decode an image file, crop it to `box` or in its middle, and resize it: uint8 (3, h, w).
 
     `scale` is the range of its values, which a file of more than 8 bits needs. Memory is channels last. Raises DataError with
     the file's name.
     """
-    layout = read_layout(content, name, max_pixels, box, crop_pct)
+    layout = read_layout(content, name, max_pixels, box, crop_pct, size)
     return decode_crop(content, name, layout, size, "bilinear" if box is None else box.interpolation, scale)
 
 
 def decode_crop(
-    content: bytes, name: str, layout: WantedPart, size: int, interpolation: str, scale: Range | None = None
+    content: bytes, name: str, layout: WantedPart, size: int | Sequence[int], interpolation: str, scale: Range | None = None
 ) -> torch.Tensor:
-    """Decode the crop of an image file whose layout is known: uint8 (3, size, size). Raises DataError with the file's name."""
+    """Decode the crop of an image file whose layout is known: uint8 (3, h, w). Raises DataError with the file's name."""
     whole, crop, orientation, plain = layout
-    # The smallest width and height to decode at that still gives the crop `size` pixels a side.
-    needed = [math.ceil(size * side / part) for side, part in zip(whole, crop[2:], strict=True)]
+    # The smallest width and height to decode at that still gives the crop its pixels.
+    each = zip(sides(size)[::-1], whole, crop[2:], strict=True)
+    needed = [math.ceil(pixels * side / part) for pixels, side, part in each]
     pixels = _decode_jpeg(content, needed) if plain else None
     if pixels is None:
         with open_image(content, name) as image:
@@ -357,13 +378,15 @@ def decode_crop(
             pixels = upright(pixels_of(image, name, scale), orientation)
     elif scale is not None and scale.said:
         pixels = scale(pixels, name)
-    return crop_and_resize(pixels, whole, crop, (size, size), interpolation)
+    return crop_and_resize(pixels, whole, crop, sides(size), interpolation)
 
 
-def center_square(width: int, height: int, share: float = 1.0) -> tuple[int, int, int, int]:
-    """Return left, top, width and height of a square in the middle, whose side is this share of the shorter one's."""
-    side = max(1, round(min(width, height) * share))
-    return (width - side) // 2, (height - side) // 2, side, side
+def center_part(width: int, height: int, share: float = 1.0, size: int | Sequence[int] = 1) -> tuple[int, int, int, int]:
+    """Return left, top, width and height of this share of the largest part in the middle that has the shape of `size`."""
+    high, wide = (side // math.gcd(*sides(size)) for side in sides(size))
+    scale = min(width / wide, height / high) * share
+    wide, high = max(1, round(wide * scale)), max(1, round(high * scale))
+    return (width - wide) // 2, (height - high) // 2, wide, high
 
 
 def _decode_jpeg(content: bytes, needed: Sequence[int]) -> np.ndarray | None:

@@ -186,7 +186,7 @@ class Texts(Source):
 
 
 class Images(ImageFileSource):
-    """Images as a source: uint8 (n, 3, size, size)."""
+    """Images as a source: uint8 (n, 3, h, w)."""
 
     def __init__(self, data: HuggingFace, rows: Dataset, column: str, labels: torch.Tensor) -> None:
         self.root, self.rows, self.column = data.root, rows, column

@@ -35,12 +35,14 @@ from drivetrain.data.decoding import (
     CropShare,
     Decoding,
     ImageFileSource,
+    ImageSize,
     MaxSkipped,
     OnError,
     Range,
     check_pixels,
     of_values,
     open_image,
+    sides,
     values_of,
 )
 from drivetrain.data.listing import IMAGES as IMAGES
@@ -62,7 +64,7 @@ logger = logging.getLogger(__name__)
 class ImageData:
     """The common part of options whose samples are image files."""
 
-    size: Count = 224
+    size: ImageSize = 224
     normalize: Normalization = "imagenet"
     range: Sequence[float] | None = None  # of the values that become 0 and 255; None: as the training files have them
     max_pixels: Count = 50_000_000
@@ -72,7 +74,7 @@ class ImageData:
             yield f"data.range={list(self.range)}: give the lowest and the highest value, such as [0,4095]"
 
     def shape(self) -> tuple[int, ...]:
-        return (3, self.size, self.size)
+        return (3, *sides(self.size))
 
     def decodes_images(self) -> bool:
         return True
@@ -89,7 +91,7 @@ class ImageData:
         Returns what Splits say of them: their normalisation, their range, what they are in short, with `more` of it, and what
         looks wrong. Raises DataError where there is no range, or all pixels are alike.
         """
-        seen = Seen.of(train := sources[0][1])
+        (height, width), seen = sides(self.size), Seen.of(train := sources[0][1])
         if self.range is not None:
             found: Range | None = Range(self.range[0], self.range[1], said=True)
         else:
@@ -102,8 +104,8 @@ class ImageData:
         return {
             "normalize": normalize,
             "pixels": found,
-            "inputs": "; ".join(filter(None, [f"inputs: {seen.described()}, as {self.size}×{self.size}", *more])),
-            "doubts": [*doubts, *seen.enlarged(self.size)],
+            "inputs": "; ".join(filter(None, [f"inputs: {seen.described()}, as {width}×{height}", *more])),
+            "doubts": [*doubts, *(seen.enlarged(self.size) if isinstance(self.size, int) else ())],
         }
 
 
@@ -222,7 +224,7 @@ class Folders(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class ImageFolder(PictureData, HeldOut[Images, Folders, Images]):
-    """A folder per class, or train/, val/ and test/ folders of them. Images come out as RGB, upright, `size` square.
+    """A folder per class, or train/, val/ and test/ folders of them. Images come out as RGB, upright, of `size`.
 
     The test set is test/, or val/ where there is no other. Without either the share `holdout` of the files is held out,
     chosen by the hash of their names. `listing.WORDS` has the words that name a set.

@@ -18,7 +18,17 @@ from drivetrain.core.options.option import Count, CountOrZero, RunSpec
 from drivetrain.core.step.source import CropBox
 from drivetrain.data import listing
 from drivetrain.data.base import IGNORE_INDEX, Fraction, HeldOut, Splits, hash_fractions
-from drivetrain.data.decoding import Decoding, WantedPart, decode_crop, open_image, orientation_of, read_layout, upright
+from drivetrain.data.decoding import (
+    Decoding,
+    ImageSize,
+    WantedPart,
+    decode_crop,
+    open_image,
+    orientation_of,
+    read_layout,
+    sides,
+    upright,
+)
 from drivetrain.data.images import ImageData, Images
 from drivetrain.data.listing import IMAGES
 from drivetrain.data.untrusted import ordinary, read_image_file
@@ -43,7 +53,7 @@ class Masks(ImageData, HeldOut["MaskedImages", Known, "MaskedImages"]):
 
     What a mask's values mean follows from those of all masks, or `values` lists them in the order of the classes. Pixels of
     the value `ignore` do not count, where it stands beside class numbers. Image and mask have one geometry: both are turned
-    upright, cropped to the largest square in their middle and resized to `size`, the mask by the nearest pixel. The share
+    upright, cropped in their middle to the shape of `size` and resized to it, the mask by the nearest pixel. The share
     `holdout` of the images is held out, chosen by the hash of their names.
     """
 
@@ -58,7 +68,7 @@ class Masks(ImageData, HeldOut["MaskedImages", Known, "MaskedImages"]):
     values: Sequence[CountOrZero | Sequence[CountOrZero]] | None = None
     ignore: CountOrZero | None = 255
     validation: Fraction | None = 0.1
-    size: Count = 128
+    size: ImageSize = 128
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
@@ -278,8 +288,8 @@ class MaskReading:
     turns: bool | None  # where its size does not tell: whether a mask is stored as its image is
     found: str = ""  # their values in words
 
-    def read(self, path: str, image: str, layout: WantedPart, size: int) -> torch.Tensor:
-        """Return a mask, int64 (size, size), of the part of its image that the layout says. Raises DataError."""
+    def read(self, path: str, image: str, layout: WantedPart, size: int | Sequence[int]) -> torch.Tensor:
+        """Return a mask, int64 (h, w), of the part of its image that the layout says. Raises DataError."""
         values, _ = _values(read_image_file(path, self.max_pixels), path, self.max_pixels, self.values[0] >= COLOUR)
         whole, (left, top, width, height), orientation, _ = layout
         turns = _turns(values.shape[::-1], whole, orientation, image)
@@ -287,9 +297,9 @@ class MaskReading:
             raise DataError(f"{image} is turned by its EXIF, and nothing tells whether {path} is: save the image upright")
         if self.turns if turns is None else turns:
             values = upright(values, orientation)
-        nearest = (np.arange(size) + 0.5) / size
-        rows = (top + nearest * height) * values.shape[0] / whole[1]
-        columns = (left + nearest * width) * values.shape[1] / whole[0]
+        down, across = ((np.arange(side) + 0.5) / side for side in sides(size))
+        rows = (top + down * height) * values.shape[0] / whole[1]
+        columns = (left + across * width) * values.shape[1] / whole[0]
         return self._classes(values[rows.astype(np.int64)][:, columns.astype(np.int64)], path)
 
     def _classes(self, values: np.ndarray, path: str) -> torch.Tensor:
@@ -307,7 +317,7 @@ class MaskReading:
 
 
 class MaskedImages(Images):
-    """Images and their masks as a source: uint8 (n, 3, size, size) and int64 (n, size, size)."""
+    """Images and their masks as a source: uint8 (n, 3, h, w) and int64 (n, h, w)."""
 
     crops = False  # random crops are not tried with masks
     decodes_files = False
@@ -331,7 +341,7 @@ class MaskedImages(Images):
         images, masks, size = list[torch.Tensor](), list[torch.Tensor](), self.how.size
         for index, box in zip(indices.tolist(), [None] * len(indices) if boxes is None else boxes, strict=True):
             content, name = self.content(index), self.name(index)
-            layout = read_layout(content, name, self.how.max_pixels, box)
+            layout = read_layout(content, name, self.how.max_pixels, box, shape=size)
             masks.append(self.reading.read(os.path.join(self.root, self.masks[index]), name, layout, size))
             interpolation = "bilinear" if box is None else box.interpolation
             images.append(decode_crop(content, name, layout, size, interpolation, self.range))

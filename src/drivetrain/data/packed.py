@@ -23,11 +23,13 @@ from drivetrain.data.base import SPLITS, Data, Normalize, Splits, Validation
 from drivetrain.data.decoding import (
     Decoding,
     ImageFileSource,
+    ImageSize,
     Range,
     crop_and_resize,
     open_image,
     orientation_of,
     pixels_of,
+    sides,
     upright,
 )
 from drivetrain.data.stored import CRC, END, LABEL, Sample, StoredSamples, damaged, read_index, write_index, write_set
@@ -45,7 +47,7 @@ class Packed(Data):
     machine_local_keys = ("root",)
 
     root: str | None = None
-    size: Count | None = None
+    size: ImageSize | None = None
     validation: Validation = "auto"
     verify: bool = True
     max_pixels: Count = 50_000_000
@@ -59,10 +61,11 @@ class Packed(Data):
         except UserError as error:
             yield from error.problems
             return
-        if self.size is not None and index["kind"] != "jpeg" and self.size != index["shape"][-1]:
+        if self.size is not None and index["kind"] != "jpeg" and list(sides(self.size)) != index["shape"][1:]:
+            stored = "×".join(map(str, index["shape"][1:]))
             yield (
-                f"data.size={self.size}, but the images in {self.root} are decoded already, at {index['shape'][-1]}: "
-                f"leave it out, or pack again with --size {self.size} or --jpeg"
+                f"data.size={self.size}, but the images in {self.root} are decoded already, at {stored}: "
+                f"leave it out, or pack again with data.size={self.size} or --jpeg"
             )
         for name in self.places("validation").values():
             if name not in index["splits"]:
@@ -84,7 +87,7 @@ class Packed(Data):
 
     def _read_shape(self, index: dict[str, Any]) -> tuple[int, ...]:
         """Return the shape of an image as it is read, which `size` may make another than the stored one."""
-        return tuple(index["shape"]) if self.size is None else (index["shape"][0], self.size, self.size)
+        return tuple(index["shape"]) if self.size is None else (index["shape"][0], *sides(self.size))
 
     def train_samples(self) -> int | None:
         index = self._index()
@@ -183,7 +186,7 @@ class JpegImages(ImageFileSource, RawImages):
 
     def __init__(self, path: Path, table: torch.Tensor, shape: tuple[int, ...], verify: bool, max_pixels: int) -> None:
         RawImages.__init__(self, path, table, shape, verify)
-        ImageFileSource.__init__(self, Decoding(shape[-1], max_pixels), table[:, LABEL])
+        ImageFileSource.__init__(self, Decoding(shape[1:], max_pixels), table[:, LABEL])
 
     def select(self, indices: torch.Tensor) -> None:
         ImageFileSource.select(self, indices)

@@ -83,7 +83,7 @@ class Transforms:
             return decoding.decode(
                 content,
                 str(path),
-                self.image_shape()[-1],
+                self.image_shape()[1:],
                 limit,
                 crop_pct=getattr(self.option, "crop_pct", 1.0),
                 scale=self._data.pixels,

@@ -169,7 +169,7 @@ def _build_graph(batches: FileBatches, threads: int, ahead: int, device: int | N
             files, corner, extent, axis_names="WH", output_type=types.RGB, device="cpu" if device is None else "mixed"
         )
         interpolation = types.INTERP_CUBIC if cubic else types.INTERP_LINEAR
-        graph.set_outputs(fn.resize(images, size=(source.how.size, source.how.size), interp_type=interpolation, antialias=True))
+        graph.set_outputs(fn.resize(images, size=source.how.sides, interp_type=interpolation, antialias=True))
     graph.build()
     return graph
 
