@@ -9,7 +9,7 @@ from drivetrain.measure import rehearse
 from tests.support import command
 
 FAULTS = """
-import itertools, os, random
+import os, random, signal, time
 import torch
 import drivetrain
 
@@ -74,6 +74,137 @@ class Net(torch.nn.Module):
         return self.layer(torch.tensor(x.tolist()))
 
 
+class Rank:
+    def __call__(self, output, target):
+        group = torch.distributed
+        rank = group.get_rank() if group.is_initialized() else 0
+        return torch.nn.functional.cross_entropy(output, target) * (1 + rank)
+
+
+class Clock(Rows):
+    def __getitem__(self, number):
+        x, y = super().__getitem__(number)
+        return x * time.time(), y
+
+
+class Counts(Rows):
+    calls = 0
+
+    def __getitem__(self, number):
+        self.calls += 1
+        x, y = super().__getitem__(number)
+        return x + 0.001 * self.calls, y
+
+
+class Shape(Rows):
+    def __getitem__(self, number):
+        x, y = super().__getitem__(number)
+        return (x[:4] if number == 63 else x), y
+
+
+class Label(Rows):
+    def __getitem__(self, number):
+        x, y = super().__getitem__(number)
+        return x, torch.tensor(7) if number == 63 else y
+
+
+class Nan(Rows):
+    def __getitem__(self, number):
+        x, y = super().__getitem__(number)
+        return x * float("nan") if number == 63 else x, y
+
+
+class Stubborn(Rows):
+    def __init__(self, split="train"):
+        super().__init__(split)
+        if split == "train":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+class Unsaved(Rows):
+    def state_dict(self):
+        return {"draw": lambda: 0}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Slow(drivetrain.Callback):
+    def update(self, event):
+        time.sleep(33 if event.update > 6 else 0)
+
+
+class Drift(drivetrain.Callback):
+    calls, every_update, needs_model = 0, True, True
+
+    def update(self, event):
+        self.calls += 1
+        with torch.no_grad():
+            next(event.model.parameters()).add_(1e-3 * self.calls)
+
+
+class Saves(drivetrain.Callback):
+    def save(self, event):
+        raise OSError("no right to write there")
+
+
+def wanted(output, target):
+    raise KeyError("a class that the test set lacks")
+
+
+class Forgets(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = torch.nn.Linear(5, 2), 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return self.layer(x) * (1 + 0.01 * self.calls)
+
+
+class Drops(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer = torch.nn.Linear(5, 5), torch.nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.layer(self.first(x))
+
+    def state_dict(self, *args, **kwargs):
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "first" not in name}
+
+
+class Noise(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(5, 2)
+
+    def forward(self, x):
+        draws = torch.Generator()
+        draws.seed()
+        return self.layer(x + torch.randn(x.shape, generator=draws))
+
+
+class Tuple(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.layer(x) if self.training else (self.layer(x), x)
+
+
+class Hungry(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(5, 2)
+
+    def forward(self, x):
+        if not self.training and not torch.compiler.is_compiling():
+            torch.empty(2**50)
+        return self.layer(x)
+
+
 class Fails(Net):
     def forward(self, x):
         if not self.training and not torch.is_grad_enabled() and len(x) > 4:
@@ -114,29 +245,52 @@ def test_a_run_that_will_survive(tmp_path):
     assert [mark for mark, _ in found.values()].count("–") == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "dataset", "step", "says"),
-    [
-        ((), "Entropy", "another process computes the same bits", "values differ"),
-        ((), "Unreadable", "every sample can be read", "the last file is cut off"),
-        (("loss=own", "loss.target=planted.Loss"), "Rows", "killed and resumed, it computes the same bits", "values differ"),
-        (
-            ("callbacks=[planted.Watch]",),
-            "Rows",
-            "it trains, evaluates, saves, and stops when told",
-            "no figure of that name",
-        ),
-        (("model=own", "model.target=planted.Net"), "Rows", "it can be exported", ""),
-        (
-            ("model=own", "model.target=planted.Fails"),
-            "Rows",
-            "it trains, evaluates, saves, and stops when told",
-            "only in an evaluation",
-        ),
-    ],
-)
+READ, TRAIN, REPEAT, RESUME, RANKS, LOAD, EXPORT, REACH = (
+    "every sample can be read", "it trains, evaluates, saves, and stops when told", "another process computes the same bits",
+    "killed and resumed, it computes the same bits", "its ranks compute what one process does",
+    "its checkpoints load and predict", "it can be exported", "its trackers can be reached",
+)  # fmt: skip
+TWO = ("parallel=ddp", "parallel.nproc=2")
+
+
+def net(name: str) -> tuple[str, str]:
+    return "model=own", f"model.target=planted.{name}"
+
+
+PLANTED = {
+    "draws of the system": ((), "Entropy", REPEAT, "values differ"),
+    "the order of a set": ((), "HashOrder", REPEAT, "values differ"),
+    "a clock": ((), "Clock", REPEAT, "values differ"),
+    "draws of a generator without a seed": (net("Noise"), "Rows", REPEAT, "values differ"),
+    "a Dataset that counts": ((), "Counts", RESUME, "values differ"),
+    "a loss that counts": (("loss=own", "loss.target=planted.Loss"), "Rows", RESUME, "values differ"),
+    "a network that counts": (net("Forgets"), "Rows", RESUME, "values differ"),
+    "a callback that counts": (("callbacks=[planted.Drift]",), "Rows", RESUME, "values differ"),
+    "a file that cannot be read": ((), "Unreadable", READ, "the last file is cut off"),
+    "a sample of another shape": ((), "Shape", READ, "63"),
+    "a class that there is not": ((), "Label", TRAIN, "7"),
+    "a sample that is not finite": ((), "Nan", TRAIN, "nan"),
+    "a state that cannot be saved": ((), "Unsaved", TRAIN, "lambda"),
+    "a signal that is ignored": ((), "Stubborn", TRAIN, "SIGTERM"),
+    "a stop that takes too long": (("callbacks=[planted.Slow]",), "Rows", TRAIN, "s after SIGTERM"),
+    "a callback at an evaluation": (("callbacks=[planted.Watch]",), "Rows", TRAIN, "no figure of that name"),
+    "a callback at a save": (("callbacks=[planted.Saves]",), "Rows", TRAIN, "no right to write there"),
+    "a metric": (("metrics=[own]", "metrics.own.target=planted.wanted"), "Rows", TRAIN, "a class that the test set lacks"),
+    "a forward of evaluations": (net("Fails"), "Rows", TRAIN, "only in an evaluation"),
+    "the memory of evaluations": (net("Hungry"), "Rows", TRAIN, "memory"),
+    "other outputs of evaluations": (net("Tuple"), "Rows", TRAIN, ""),
+    "weights that are not saved": (net("Drops"), "Rows", RESUME, ""),
+    "a loss of the rank": (("loss=own", "loss.target=planted.Rank", *TWO), "Rows", RANKS, "differs"),
+    "an export": (net("Net"), "Rows", EXPORT, ""),
+    "a tracker without a key": (("logger=[files,wandb]",), "Rows", REACH, ""),
+    "a tracker that is not there": (("logger=[files,mlflow]", "logger.mlflow.uri=http://127.0.0.1:9"), "Rows", REACH, ""),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
 @pytest.mark.slow
-def test_a_planted_fault_is_found(tmp_path, words, dataset, step, says):
+def test_a_planted_fault_is_found(tmp_path, fault):
+    words, dataset, step, says = PLANTED[fault]
     found = wrong(rehearsed(tmp_path, *words, dataset=dataset))
     assert says in found[step], found
 

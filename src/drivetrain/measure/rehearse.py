@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.lazy import torch
@@ -36,6 +36,7 @@ GOOD, BAD, SKIPPED = "✔", "✘", "–"
 SAVE_EVERY, KILLED_AT, STOPPED_AT = 2, 5, 7  # updates
 MOST_UPDATES = 16  # while there was no evaluation yet
 STOP_LIMIT_S = 30.0  # from the signal until the run has saved and ended: what most clusters leave at least
+STATE, EVALUATED = ("weights", "state"), "state.progress.evaluated"
 READ_SHARE = 0.2  # of the time, for reading samples
 
 
@@ -74,6 +75,7 @@ class RehearsedRun:
         yield "it trains, evaluates, saves, and stops when told", self.short_run
         yield "another process computes the same bits", self.repeats
         yield "killed and resumed, it computes the same bits", self.resumes
+        yield "its ranks compute what one process does", self.one_process
         yield "it resumes on fewer ranks", self.other_ranks
         yield "the disk holds its checkpoints", self.disk
         yield "its checkpoints load and predict", self.predicts
@@ -125,7 +127,8 @@ class RehearsedRun:
         return self._same("killed")
 
     def resumes(self) -> str:
-        """Go on with the killed run, and compare it with the one that was not."""
+        """Go on with the killed run to a kill within a save, and on; compare it with the one that was not killed."""
+        self._train("killed", STOPPED_AT, "SAVE", resume=True)
         self._train("killed", STOPPED_AT, "TERM", resume=True)
         return self._same("killed")
 
@@ -136,8 +139,10 @@ class RehearsedRun:
             raise NotAsked(
                 "they kept no checkpoint of the same update: the next step compares the end" if theirs else "it saves nothing"
             )
-        update = max(common, key=int)
-        one, other = (flat(dict(zip(("weights", "state"), checkpoint_io.load(of[update]), strict=True))) for of in (ours, theirs))
+        for update in sorted(common, key=int, reverse=True):
+            one, other = (flat(dict(zip(STATE, checkpoint_io.load(of[update]), strict=True))) for of in (ours, theirs))
+            if one.get(EVALUATED) == other.get(EVALUATED):  # else a kill came before the evaluation of this update
+                break
         if different := [key for key in {**other, **one} if one.get(key) != other.get(key)]:
             raise Wrong(
                 f"at update {update} {len(different)} of {len(other)} values differ, such as {different[0]}: something draws or "
@@ -146,11 +151,21 @@ class RehearsedRun:
             )
         return f"bit for bit, at update {update}"
 
-    def other_ranks(self) -> str:
-        """Go on with half of the ranks."""
+    def ranks(self) -> int:
+        """The ranks that are asked for. Raises NotAsked for one."""
         ranks = self.job.run.parallel.ranks() if self.job.run.parallel.distributed else 1
         if ranks < 2:
             raise NotAsked("it has one rank")
+        return ranks
+
+    def one_process(self) -> str:
+        """Certify the updates of the ranks against those of one process."""
+        self.ranks()
+        return self.verb("certify", *self.words, "--out", str(self.place / "certify"), "against", "parallel=single")
+
+    def other_ranks(self) -> str:
+        """Go on with half of the ranks."""
+        ranks = self.ranks()
         shutil.copytree(self.run("whole"), self.place / "fewer")
         self._train("fewer", STOPPED_AT + 2, "TERM", f"parallel.nproc={ranks // 2}", "resume_changed=true", resume=True)
         return f"from {ranks} to {ranks // 2}"
@@ -193,7 +208,7 @@ class RehearsedRun:
         saving = [f"saving.every_updates={SAVE_EVERY}", "saving.keep=4"] if hasattr(self.job.run.saving, "keep") else []
         log = [] if getattr(self.job.run.compile, "updates_per_replay", 1) > 1 else ["log_every=1"]
         start = [f"resume={folder}"] if resume else [*self.words, *saving, *log, f"hydra.run.dir='{folder}'"]
-        return self._child("train", str(update), how, *start, *more, killed=how == "KILL")
+        return self._child("train", str(update), how, *start, *more, killed=how != "TERM")
 
     def _child(self, *words: str, killed: bool = False) -> list[str]:
         folders = [word for folder in self.config_dirs for word in ("--config-dir", str(folder))]
@@ -213,7 +228,8 @@ class RehearsedRun:
         self.said += done.stderr.splitlines()
         if done.returncode and not (killed and done.returncode == -signal.SIGKILL):
             errors = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")]
-            raise Wrong(errors[0] if errors else (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+            told = [line for line in done.stdout.splitlines() if line.strip() and not line.startswith("written to ")]
+            raise Wrong([f"exit code {done.returncode}", *done.stderr.strip().splitlines(), *told, *errors[:1]][-1])
         return done.stdout.splitlines() or [""]
 
 
@@ -295,11 +311,17 @@ def _train(update: int, how: str, words: Sequence[str], config_dirs: Sequence[st
 
     job, main = prepare_run([*words], config_dirs), os.getpid()
     with tempfile.TemporaryDirectory(prefix="drivetrain") as folder:
-        told = Path(folder) / "told"
+        told, number = Path(folder) / "told", signal.SIGKILL if how == "KILL" else signal.SIGTERM
+
+        def cut(*_: object) -> NoReturn:
+            os.kill(main, signal.SIGKILL)
+            os._exit(FAILED)  # a rank of its own process
 
         def attach(trainer: Trainer) -> None:
             if trainer.parallel.world.rank == 0:
-                cast(list[LogWriter], trainer.log.writers).append(_Stopper(update, signal.Signals[f"SIG{how}"], main, told))
+                cast(list[LogWriter], trainer.log.writers).append(_Stopper(update, number, main, told))
+            if how == "SAVE":  # its files are written, and it has no name yet
+                Path.rename = cut  # type: ignore[method-assign]
 
         job.attach = attach
         result = launch(job, quiet=True)
