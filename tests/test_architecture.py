@@ -482,3 +482,19 @@ print("loaded", len(loaded), heavy)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
     assert f"loaded {len(modules)} []" in done.stdout, done.stdout + done.stderr
     assert "refused 2" in done.stdout
+
+
+COMPRESSED = re.compile(
+    r"(?<!each)(?<!all)(?<!one) of which\b|\b[Ww]hat is (wrong|said|done|known|meant|given|made)\b|\b[Ss]ay of which\b"
+)
+
+
+def test_sentences_put_the_thing_first():
+    """Docstrings and comments have a noun and an active verb where a compressed relative clause stood."""
+    found = [
+        f"{path}: {match[0]} …{line.strip()[:90]}"
+        for path in MODULES.values()
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if (match := COMPRESSED.search(line)) and ('"""' in line or "# " in line)
+    ]
+    assert not found, "\n".join(found)

@@ -59,7 +59,7 @@ def test_the_line_of_facts(train, caplog):
     train("data=digits", "data.classes=[3,1,4]", "model=mlp", "model.freeze=['*.bias']", "batch.global_batch=32", "updates=1")
     (line,) = (r.getMessage() for r in caplog.records if r.name == "drivetrain.launch.worker" and "parameters" in r.getMessage())
     assert re.match(r"samples: \d+ training, \d+ validation \(0\.2 of training\), \d+ test; 3 classes: 3, 1, 4; ", line)
-    assert re.search(r"; [\d,]+ parameters, of which [\d,]+ train; cpu \(\d+ threads?\); \d+ updates an epoch, 1 in all$", line)
+    assert re.search(r"; [\d,]+ parameters, [\d,]+ trained; cpu \(\d+ threads?\); \d+ updates an epoch, 1 in all$", line)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_many_classes_are_not_all_named():
 def test_the_rows_of_a_resumed_run():
     trainer = small(200, 20)
     trainer.progress = SimpleNamespace(epoch=1, updates=10)
-    assert summary._updates(trainer) == "10 updates an epoch, 100 in all, of which 10 are done"
+    assert summary._updates(trainer) == "10 updates an epoch, 100 in all, 10 of them done"
     trainer.model = torch.nn.Linear(3, 2)
     assert summary._parameters(trainer) == "8 parameters"
 

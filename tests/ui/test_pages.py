@@ -67,7 +67,7 @@ def test_the_first_line(made, name, answer):
 @pytest.mark.parametrize(
     ("status", "resumed_at", "words"),
     [
-        ("completed", 30, "(40 updates), of which those since 30 took 41 s with the start"),  # the last part's time
+        ("completed", 30, "(40 updates); those since 30 took 41 s with the start"),  # the last part's time
         ("completed", 40, "after 4 epochs (40 updates); the run completed"),
         ("diverged", None, "diverged after 4 epochs"),
         ("interrupted", None, "was interrupted after"),

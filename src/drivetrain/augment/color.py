@@ -159,7 +159,7 @@ def equalize(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 def blur(x: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor:
     """Blur uint8 images by Gaussian kernels of these deviations (n,) in pixels, up to 2, cut off at three times that.
 
-    What is outside of an image is what its border reflects, as torchvision's gaussian_blur has it; of one too small, its border.
+    Outside of an image its border is reflected, as torchvision's gaussian_blur has it; of one too small, its border.
     """
     places = torch.arange(-REACH, REACH + 1, device=x.device)
     weights = torch.softmax(-((places / deviation.unsqueeze(1)) ** 2) / 2, 1).unbind(1)

@@ -83,7 +83,7 @@ class Mixing(Augment):
     def mix(
         self, x: torch.Tensor, other: torch.Tensor, share: torch.Tensor, *draws: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mix images (n, c, h, w), of which `share` (n,) stays; return them and the exact shares. 1 changes nothing.
+        """Mix images (n, c, h, w), keeping a `share` (n,) of each (1: all of it); return them and the exact shares.
 
         Shares and draws are on the CPU.
         """

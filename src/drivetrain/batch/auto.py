@@ -29,7 +29,7 @@ class AutoBatch(Batch):
     """
 
     effect = "close"
-    changes = "gradients are summed by micro-batches, of which BatchNorm takes its statistics"
+    changes = "gradients are summed over micro-batches, and BatchNorm takes the statistics of each"
     fixed_micro_batches: ClassVar[bool] = False
     takes_tokens: ClassVar[bool] = False
     untried = "batch=accumulate"

@@ -280,7 +280,7 @@ class Batch(Option, groups.Batch):
                 yield Request(epoch, part.indices, weight, last, last and update + 1 == total, part.partners, update, again)
 
     def _reader(self, seed: int, epoch: int) -> Reader:
-        """Return what reads the epoch's order, of which each update takes one part."""
+        """Return the reader of the epoch's order; each update takes one part."""
         return self.order.reader(seed, epoch)
 
     def _windows(self, seed: int, epoch: int, drop_last: bool, skip: int = 0) -> Iterator[Bounds]:
@@ -402,7 +402,7 @@ class Accumulate(Batch):
     """Sums the gradients of `accumulation_steps` micro-batches before each update: the same result in less memory."""
 
     effect = "close"
-    changes = "gradients are summed by micro-batches, of which BatchNorm takes its statistics"
+    changes = "gradients are summed over micro-batches, and BatchNorm takes the statistics of each"
     accumulation_steps: Count = 4
 
 

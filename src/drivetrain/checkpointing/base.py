@@ -103,11 +103,11 @@ class Blocks(Checkpointing):
         )
 
     def policy_factory(self) -> Callable[[], Policy] | None:
-        """Return a function that makes the policy of which results to keep; None keeps only a block's input."""
+        """Return a function that makes the policy for keeping results; None keeps only a block's input."""
         return None
 
     def describe_kept(self) -> str:
-        """Return what is kept, for the log."""
+        """Return what stays in memory, in words for the log."""
         if self.found is None:
             return ""
         gib = self.found["bytes"] / 2**30
@@ -139,7 +139,7 @@ class EveryK(Blocks):
 
 
 class Selective(Blocks):
-    """Keeps what is expensive to compute within each block, and recomputes what is cheap.
+    """Keeps a block's expensive results, and recomputes its cheap ones.
 
     `products` keeps matrix products, convolutions and attention that sum over at least `min_depth` terms, so that
     activations, normalisations, dropout, resampling and shallow products are recomputed; `half` keeps every second of

@@ -281,5 +281,5 @@ def is_weight(tensor: torch.Tensor) -> bool:
     """True if a saved tensor is a parameter, or autocast's copy of one, or a view of either."""
     whole: Any = tensor if tensor._base is None else tensor._base
     if whole.grad_fn is not None and whole.grad_fn.name() == "ToCopyBackward0":
-        whole = getattr(whole.grad_fn.next_functions[0][0], "variable", None)  # of which it is a copy, if that was no result
+        whole = getattr(whole.grad_fn.next_functions[0][0], "variable", None)  # what it is a copy of, if that was no result
     return isinstance(whole, torch.nn.Parameter)

@@ -51,7 +51,7 @@ def _prepared(argv: Sequence[str]) -> list[str]:
 
 
 def _answer(error: Exception) -> tuple[int, Sequence[str]]:
-    """The exit code for an error, and what is said of it: of a bug of ours one line, and the traceback on demand."""
+    """The exit code for an error, and its message: one line for a bug of ours, and the traceback on demand."""
     if isinstance(error, UserError):
         return BAD_CONFIG, error.problems
     if (limit := machine_limits.explain(error)) is not None:

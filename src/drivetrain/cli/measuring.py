@@ -215,7 +215,7 @@ drivetrain forecast [device=NAME] [group=option] [key=value] …      peak memor
   drivetrain forecast recipe=imagenet_resnet50 data=synthetic data.shape=[3,224,224] device=h100
   drivetrain forecast model=resnet9 parallel=fsdp parallel.nproc=8 device=a100 what_if=false
 
-  device=here           this machine, of which a short look is taken; or h100, h200, a100, 4090, … (TAB names them)
+  device=here           this machine, measured for a moment; or h100, h200, a100, 4090, … (TAB names them)
   seconds=20            about how long it may take once the run is built
   what_if=true          which further override would help most: precision, recomputation, compiling, ranks
   --json                the figures as JSON: each with its interval, as [value, low, high]

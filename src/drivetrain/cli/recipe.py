@@ -22,7 +22,7 @@ from drivetrain.ui import output, terminal
 from drivetrain.ui.output import echo, fold
 from drivetrain.ui.sheet import Table
 
-MOST = 32  # combinations of a sweep, of which a file of a few bytes may have a thousand
+MOST = 32  # combinations of a sweep: a file of a few bytes can ask for a thousand
 
 
 def check(recipe: Recipe, config_dirs: Sequence[str] = (), words: Sequence[str] = ()) -> list[str]:

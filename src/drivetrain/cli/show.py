@@ -141,7 +141,7 @@ def _stages(run: RunSpec, over: Horizon) -> Iterator[str]:
 
 
 def _effects(run: RunSpec) -> str:
-    """A line for each effect on training, with the settings that have it; what is switched off is left out."""
+    """A line for each effect on training, with the settings that have it; settings that are off are left out."""
     groups = [group for group, option in run.choices.items() if option not in ("none", [], ["none"])]
     of = {name: [run.named(group) for group in groups if effect(run, group) == name] for name in get_args(Effect)}
     return "\n".join(f"{name:<8} {' '.join(settings)}" for name, settings in of.items() if settings)

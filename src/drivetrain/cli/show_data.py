@@ -22,7 +22,7 @@ from drivetrain.logger.drawing import BLACK, Tile, grid, in_words, pixels, with_
 from drivetrain.ui.sheet import PagePart, Section, Sheet, Table, escape, under, words
 
 SHOWN, CLASSES = 12, 30  # samples that are drawn, classes that are counted
-LOOKED_AT = 100  # samples or files of which the range of values is told
+LOOKED_AT = 100  # samples or files whose range of values is shown
 CHARACTERS = 200  # of a text
 LENGTHS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "in all": torch.sum, "shortest": torch.min, "median": torch.median, "longest": torch.max,
@@ -76,7 +76,7 @@ def _of_each(source: Source, classes: int, several: bool) -> torch.Tensor | None
 
 
 def _remarks(sets: Mapping[str, Source]) -> Iterator[str]:
-    """Yield which sets have samples of training, and what is wrong with files of which some, spread evenly, cannot be read."""
+    """Yield which sets share samples with training, and which files of an evenly spread few cannot be read."""
     train = sets["training"]
     for name, source in sets.items():
         if source is not train and (count := twice(train, source)):

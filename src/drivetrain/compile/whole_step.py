@@ -79,7 +79,7 @@ class WholeStep:
         self._made: Outputs = ()  # whether it did, where the graph decides
         self._graphs: dict[Key, Compiled] = {}
         self._replays: Replays | None = None
-        self._shapes: dict[Key, ReplayedShape] = {}  # of what is replayed
+        self._shapes: dict[Key, ReplayedShape] = {}  # of the replayed updates
         self._waiting: list[PlannedReplay] = []  # micro-batches that will be run together
         self._loss_sum: torch.Tensor | None = None  # that graphs add to: of the first update
         self._own_sum: torch.Tensor | None = None  # where they are called with another one

@@ -33,7 +33,7 @@ def trust_problems(values: JsonMapping) -> Iterator[str]:
 
 
 def problems(run: RunSpec) -> Iterator[str]:
-    """Yield what is wrong with the callbacks themselves. Imports them."""
+    """Yield the problems of the callbacks themselves. Imports them."""
     for name in run.values["callbacks"]:
         try:
             made = load(name)
@@ -42,7 +42,7 @@ def problems(run: RunSpec) -> Iterator[str]:
             continue
         if made.needs_model and run.parallel.lockstep_evaluation:
             yield (
-                f"callbacks=[{name}] needs the model, of which each rank holds only a part with {run.named('parallel')}: "
+                f"callbacks=[{name}] needs the whole model, and each rank holds only a part with {run.named('parallel')}: "
                 "set needs_model = False in the class, or parallel=ddp"
             )
 

@@ -16,10 +16,10 @@ from drivetrain.core.machine.files import read_json
 from drivetrain.core.machine.paths import conf_dir
 from drivetrain.core.typed import JsonMapping, JsonObject
 
-# groups of which several options may be added up, as loss=[a,b], and the class that does
+# groups whose options may be added up, as loss=[a,b], and the class that does
 SUMS = {"loss": "drivetrain.loss.sum.Sum"}
 PARTS = {"data": "sources"}  # the setting whose entries are further options of the group, by names of the user's
-LISTS = ("surgery", "augment", "metrics", "logger")  # groups of which several options are chosen at once
+LISTS = ("surgery", "augment", "metrics", "logger")  # groups that take several options at once
 EXPERIMENTS = "experiment"  # the folder of a config dir that holds recipes, as Hydra's users name it
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML's C parser, where it was built with one

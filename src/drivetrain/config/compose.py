@@ -207,7 +207,7 @@ def _as_typed(name: object) -> str:
 
 def _instead_of(group: str, name: str, known: Sequence[str], by_operator: bool) -> str:
     """The option to write instead of one that there is not."""
-    known = [each for each in known if each != "none"] if group in LISTS else known  # [] is what is usual
+    known = [each for each in known if each != "none"] if group in LISTS else known  # [] is usual
     if name.lower() in known:  # SGD
         return f"did you mean '{name.lower()}'?"
     if group in OF_NUMBER and re.fullmatch(r"[\d.]+(e-?\d+)?", name):

@@ -47,7 +47,7 @@ class Composed:
     default_choices: JsonObject = field(default_factory=dict)  # the options that hold where none is chosen: the task's
     problems: list[str] = field(default_factory=list)  # of the overrides; `validate` adds those of the values
     recipe_keys: set[str] = field(default_factory=set)  # keys whose values come from the recipe
-    doubtful: set[str] = field(default_factory=set)  # groups, and keys of no group, of which a word was not understood
+    doubtful: set[str] = field(default_factory=set)  # groups, and keys of no group, with a word that was not understood
     by_operator: frozenset[str] = frozenset()  # groups whose option the command line chooses
 
     def choice(self, group: str) -> Any:

@@ -153,7 +153,7 @@ class HydraSettings:
         return node
 
     def _is_secret(self, composed: Composed) -> bool:
-        """True if the run's directory was named by the environment, of which nothing is written."""
+        """True if the environment names the run's directory; records never hold the environment."""
         named = (self.given.get(key, "") for key in ("run.dir", "sweep.dir", "sweep.subdir"))
         return any("${oc.env" in text for text in named) or composed.from_environment("output_dir")
 

@@ -42,7 +42,7 @@ def entry_points(group: str) -> list[EntryPoint]:
 
 
 def plugins() -> tuple[Plugin, ...]:
-    """The installed packages with options, whole ones only: `problems` says what is wrong with the others."""
+    """The installed packages with options, whole ones only: `problems` has those of the others."""
     return _plugins(_search_path())[0]
 
 
@@ -74,7 +74,7 @@ def _installed(search_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 @lru_cache(maxsize=4)
 def _plugins(search_path: tuple[str, ...]) -> tuple[tuple[Plugin, ...], tuple[str, ...]]:
-    """The plugins, and what is wrong with the entry points that give none. No package is imported."""
+    """The plugins, and the problems of entry points that give none. No package is imported."""
     found: dict[str, Plugin] = {}
     wrong = []
     for entry in _installed(search_path):

@@ -70,7 +70,7 @@ class Schema:
         return values, wrong
 
     def _read(self, key: str, value: Any, as_text: bool) -> tuple[Any, str]:
-        """The value, of a text what it stands for; and the end of the message about what is wrong with it."""
+        """The value, for a text what it stands for; and the end of the message about its problem."""
         from pydantic import ValidationError
 
         hint, problem = self.hints[key], ""

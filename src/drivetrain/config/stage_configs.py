@@ -83,7 +83,7 @@ def _refusal(key: str, value: object, base_of: Mapping[str, type[Option]]) -> st
 
 
 def _composed(whole: Composed, changes: Mapping[str, object], label: str, problems: list[str]) -> Composed | None:
-    """The run's config with these changes. What is wrong with them is added to `problems`."""
+    """The run's config with these changes. Their problems are added to `problems`."""
     recipe, groups = whole.recipe, options(whole.config_dirs)
     if recipe is not None and "stages" in recipe.values:  # what the recipe may not set, it may not set in a stage either
         recipe = recipe.cell(dict(changes), groups)

@@ -56,7 +56,7 @@ def validate(composed: Composed, own: bool = False, used: Collection[str] | None
     problems = list(composed.problems)
     whole = _make_run(Planned("", None, {}, composed), own, problems)
     run, stages = whole.run, _make_stages(whole, own, problems)
-    told: dict[str, None] = {}  # what is wrong with the run is not said again of its stages
+    told: dict[str, None] = {}  # problems of the run are not repeated for its stages
     for made in (whole, *stages):
         told |= dict.fromkeys(made.problem(line) for line in made.broken_rules(used) if line not in told)
     problems += told
@@ -112,7 +112,7 @@ def _make_stages(whole: _Made, own: bool, problems: list[str]) -> list[_Made]:
 
 
 def _make_run(plan: Planned, own: bool, problems: list[str]) -> _Made:
-    """The options of a config. What is wrong with them is added to `problems`."""
+    """The options of a config. Their problems are added to `problems`."""
     composed = plan.composed
     groups = options(composed.config_dirs)
     values, wrong = _checked("", VALUES, composed.plain, groups, composed)
@@ -159,7 +159,7 @@ def _checked(
 
 
 def _resolve(run: RunSpec, made: Mapping[str, Sequence[Option | None]]) -> Iterator[Option]:
-    """Resolve the options of a run, group by group; those that ask for what is wrong are left out."""
+    """Resolve the options of a run, group by group; those that ask for something wrong are left out."""
     for group, of_group in made.items():
         resolved = []
         for option in of_group:
@@ -234,7 +234,7 @@ def _sections(group: str, composed: Composed) -> Iterator[tuple[str, JsonObject]
 def _classes(
     sections: Mapping[str, Mapping[str, JsonObject]], trusted: Collection[str], problems: list[str]
 ) -> dict[str, type[Option]]:
-    """The classes of the options, by the keys of their settings. What is wrong with one is added to `problems`."""
+    """The classes of the options, by the keys of their settings. Their problems are added to `problems`."""
     found = {}
     for group, of_group in sections.items():
         for prefix, section in of_group.items():

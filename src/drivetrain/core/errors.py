@@ -82,7 +82,7 @@ def told(problems: Sequence[str], mend: str = "") -> list[str]:
 
 
 def each_read(items: Iterable[Item], read: Callable[[Item], Made], mend: str = "") -> Iterator[Made]:
-    """Yield what is read of each item. Raises DataError with the problems of all of them, once the good ones are read.
+    """Yield what `read` gives for each item. Raises DataError with the problems of all of them, once the good ones are read.
 
     `mend` says what to do about `{count}` of them.
     """

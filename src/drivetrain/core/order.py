@@ -78,7 +78,7 @@ def index_of(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def numbered(indices: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of samples, of which some come again."""
+    """Return sample indices, with repeats."""
     by_index = indices.argsort(stable=True)
     counts = indices.bincount()
     first = (counts.cumsum(0) - counts).repeat_interleave(counts)  # where the run of a sample begins

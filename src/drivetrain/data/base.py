@@ -99,7 +99,7 @@ class Splits(groups.Splits):
         return {} if found is None else found if isinstance(found, Mapping) else {"": found}
 
     def two_samples(self, device: torch.device) -> Tree:
-        """Return the inputs of two samples as zeros, to try a model with. What is true or false is true: a mask of nothing."""
+        """Return the inputs of two samples as zeros, to try a model with. Booleans are true: a mask of nothing."""
         if self.example is None:
             return torch.zeros(2, *self.shape, device=device, dtype=self.dtype)
         return map_tensors(lambda t: torch.full_like(t, t.dtype == torch.bool, device=device), self.example)
@@ -159,7 +159,7 @@ class Units:
     std: torch.Tensor  # (k,)
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values (n, k) in the data's units: targets, or outputs, of which a loss may want several for each target."""
+        """Return values (n, k) in the data's units: targets, or outputs (some losses want several for each target)."""
         each = values.shape[-1] // len(self.mean) if values.ndim > 1 else 1
         return values * self.std.repeat_interleave(each) + self.mean.repeat_interleave(each)
 
@@ -221,7 +221,7 @@ class Data(Option, groups.Data):
         return self.with_values(targets=targets)
 
     def rules(self, run: RunSpec) -> Iterator[str]:
-        """Yield what is wrong with the named sets, or what `validate` says."""
+        """Yield the problems of the named sets, or those of `validate`."""
         wrong = list(self._name_problems())
         yield from wrong or self.validate(run)
 
@@ -450,7 +450,7 @@ class HeldOut(Data, Generic[P, K, S]):
         return super().places(split)
 
     def read(self) -> tuple[P, K]:
-        """Return the training samples, those included that are held out of them, and what is known. Raises UserError."""
+        """Return the training samples, held-out ones included, and what has been learned of the data so far. Raises UserError."""
         raise self.unwritten("read")
 
     def fractions(self, every: P) -> np.ndarray:
@@ -463,7 +463,7 @@ class HeldOut(Data, Generic[P, K, S]):
         return every.subset((~apart).nonzero().flatten()), every.subset(apart.nonzero().flatten())
 
     def learn(self, known: K, every: P, train: P) -> K:
-        """Return what is known with what the training samples teach: classes, statistics. `every` has the held out ones too."""
+        """Add what the training samples teach: classes, statistics. `every` has the held-out ones too."""
         return known
 
     def read_set(self, place: str, known: K, split: str) -> P:

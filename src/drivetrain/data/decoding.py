@@ -409,7 +409,7 @@ def crop_and_resize(
 ) -> torch.Tensor:
     """Crop pixels (h, w, c) and resize the crop to uint8 (c, *size).
 
-    `crop` is left, top, width and height in an image of `full` (width, height) pixels, of which `pixels` may be a smaller
+    `crop` is left, top, width and height in an image of `full` (width, height) pixels; `pixels` may be a smaller
     copy: a JPEG decoded at a half, a quarter or an eighth. Memory is channels last: torch's kernel for bytes takes half of
     Pillow's time on it, but twice on planes. Pillow's takes a crop that begins or ends within a pixel of the copy.
     """

@@ -172,7 +172,7 @@ class Seen:
         found = of_values(self.low, self.high, self.whole, "")
         share = "" if self.deep == self.files else f" in {self.deep} of {self.files} files"
         return (
-            f"images of {sizes} with values {self.low:g} to {self.high:g}{share}, of which {found.low:g} becomes black and "
+            f"images of {sizes} with values {self.low:g} to {self.high:g}{share}: {found.low:g} becomes black and "
             f"{found.high:g} white (data.range)"
         )
 
@@ -262,7 +262,7 @@ class ImageFolder(PictureData, HeldOut[Images, Folders, Images]):
         return self.judged(of_run, parts or {"": self._files(train, classes)}, own, origins)
 
     def _folders(self) -> Folders:
-        """Return the folders of images, and what is said of them. Raises UserError."""
+        """Return the folders of images, and remarks on them. Raises UserError."""
         root = str(self.root)
         listed = listing.walk(root, IMAGES)
         own, tests = (list(self.places(split).values()) for split in ("validation", "test"))

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, eq=False)
 class Instructions(Jsonl):
-    """Conversations, of which the model learns the answers: `messages`, or a prompt and its completion.
+    """Conversations whose answers the model learns: `messages`, or a prompt and its completion.
 
     They become text by the chat template of the model's own tokenizer, or else by drivetrain's. Only the tokens of answers are
     targets. A longer conversation is cut at `length` tokens; one that has no answer left is left out. Without `path` there are
@@ -195,7 +195,7 @@ def in_words(n: int) -> str:
 
 @contextmanager
 def _said_of(where: str) -> Iterator[None]:
-    """Say of which row a DataError is."""
+    """Add the row number to a DataError."""
     try:
         yield
     except DataError as error:

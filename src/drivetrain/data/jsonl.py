@@ -207,7 +207,7 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
     def _tokenized(self, place: str, tokenizer: Tokenizer | None) -> tuple[Documents, Tokenizer]:
         """Return the documents of a file, and their tokenizer: this one, or else the training file's. Raises UserError."""
         path, tokenizer = Path(place), tokenizer or self.given_tokenizer()
-        next(self._read(path))  # what is no such file is said before all of it is hashed
+        next(self._read(path))  # a file of another kind is named before all of it is hashed
         about = {
             **self._about(),
             "tokenizer": tokenizer.to_json() if tokenizer else [self.vocabulary, None if self.test else self.holdout],
@@ -309,7 +309,7 @@ LONG = 4  # times that: a longer line is cut
 
 @dataclass(kw_only=True, eq=False)
 class TextFiles(Jsonl):
-    """Plain text, of which the model learns to predict the next token: a file, or a folder with its .txt files.
+    """Plain text for predicting the next token: a file, or a folder with its .txt files.
 
     A file is cut into passages of whole lines, a very long line at its spaces. Without texts of their own for the test, the share
     `holdout` of the passages is held out, chosen by the hash of their content.
@@ -372,7 +372,7 @@ class Tagged(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Words(Jsonl):
-    """Texts of which each word has a class: lines such as {"tokens": ["the", "Nile"], "tags": ["O", "RIVER"]}.
+    """Texts with a class for each word: lines such as {"tokens": ["the", "Nile"], "tags": ["O", "RIVER"]}.
 
     A word's class is that of its first token. Its other tokens, and what the tokenizer puts around a text, have none. Of a longer
     text the first `length` tokens are read.

@@ -1,4 +1,4 @@
-"""The files of a data set in a folder: one rule of what is data, for every reader, and which folders hold which set."""
+"""The files of a data set in a folder: which files are data, and which folders hold which set; one rule for every reader."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ READERS = {  # of files that are not read: the package that does
 
 @dataclass
 class Folder:
-    """A folder's files of the wanted kinds and the folders in it, without what is no data; names are sorted."""
+    """A folder's data files of the wanted kinds and its folders, sorted by name."""
 
     path: str = ""  # from the folder that was listed; "" for that itself, else it ends in "/"
     files: list[str] = field(default_factory=list)  # names
@@ -174,7 +174,7 @@ def find(root: str, listed: Folder, validation: Sequence[str] | None, test: Sequ
 def _sets(
     root: str, folders: dict[str, Folder], named: dict[str, str], validation: Sequence[str] | None, test: Sequence[str]
 ) -> SetFolders:
-    """Return the layout of folders of which some are sets. Raises UserError."""
+    """Return the layout of folders where some are sets. Raises UserError."""
     of = {kind: [name for name in folders if named.get(name) == kind] for kind in WORDS}
     if len(of["train"]) > 1:
         raise UserError(_two(root, "training", of["train"]))

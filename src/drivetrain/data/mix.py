@@ -168,7 +168,7 @@ class Mix(Data):
         return self.with_values(by_name=made, **shared)
 
     def rules(self, run: RunSpec) -> Iterator[str]:
-        """Yield what is wrong with the sources, each named as its settings are."""
+        """Yield the problems of the sources, each named as its settings are."""
         if not self.by_name:
             yield "data=mix: set data.sources={web: {option: text, path: web.txt}, code: {option: stdlib}}, two of them or more"
             return

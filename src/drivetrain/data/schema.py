@@ -50,7 +50,7 @@ MAX_CATEGORIES = 1000  # of one column; more are texts or numbers of rows, not c
 NO_VALUE = "(missing)"  # the category of a missing text
 NEARLY_ALL = 0.9
 SHOWN, FIRST_ROWS = 3, 100  # values of a column that are named, and rows that give the examples
-FEW_ROWS = 20  # of which nothing is said to look wrong
+FEW_ROWS = 20  # too few to say that something looks wrong
 NUMBER = "number"
 BOOLEAN = "boolean"
 LARGEST = 3.4028234663852886e38  # of float32, in which models compute
@@ -305,7 +305,7 @@ class TableSchema:
         self.doubts = {name: doubt for name, doubt in self.doubts.items() if name not in {*found, *self.left_out}}
 
     def unknown(self, rows: Cells) -> Iterator[tuple[str, int, list[str]]]:
-        """Yield each input of which rows have categories that no training row has, how many rows, and these categories."""
+        """Yield each input with categories that no training row has, the number of such rows, and these categories."""
         for name in self.inputs:
             count, found = self.columns[name].unknown(rows.columns[name])
             if count:

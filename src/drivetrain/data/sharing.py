@@ -148,7 +148,7 @@ def _connection(kept: Mapping[str, object], threads: bool) -> str | None:
 
 
 def _asks_another(value: object, threads: bool) -> bool:
-    """Return whether it is a connection: to a process, or to a database, of which sqlite's is to a file."""
+    """Return whether it is a connection to a process or a database; sqlite's is to a file."""
     kind = type(value)
     if isinstance(value, io.IOBase):
         with suppress(OSError, ValueError):

@@ -52,7 +52,7 @@ def write_set(
 ) -> dict[str, Any]:
     """Write a set's data and table; return its entry in the index. `samples` gives those from a number on.
 
-    `about` describes what is written: a set that was begun with another one is refused (UserError). `names` are the classes as
+    `about` describes the content: a set that was begun with another one is refused (UserError). `names` are the classes as
     far as they are known, which `samples` may add to.
     """
     import numpy as np

@@ -31,7 +31,7 @@ from drivetrain.data.own import OwnDataset, OwnSource, is_map_style
 logger = logging.getLogger(__name__)
 
 TOGETHER = 32  # samples that a worker reads before the next one's turn
-LOOKED_AT = 2**16  # samples at the beginning of a stream, of which a look sees one
+LOOKED_AT = 2**16  # samples from a stream's beginning; a look sees one of them
 STREAM = 14  # of the keys of what the samples of a stream draw
 
 
@@ -41,7 +41,7 @@ class OwnStream(OwnDataset):
 
     An epoch is `updates` long, wherever the stream ends and begins again. Each rank and worker reads a part of it. It goes on
     where a checkpoint left it, with the same number of ranks and workers. The sets to evaluate may be map-style Datasets, or
-    streams, of which the first `eval_samples` are read.
+    streams; their first `eval_samples` are read.
     """
 
     pad: bool = field(init=False, default=False)
@@ -326,7 +326,7 @@ class Reads:
         self._parked = state
 
     def park(self) -> None:
-        """Close what is open: the next read goes on from there."""
+        """Close the open files: the next read goes on from there."""
         self._parked, self._loader, self._batches, self._batch = self.state_dict(), None, iter(()), None
 
     def _open(self, state: Mapping[str, Any]) -> None:

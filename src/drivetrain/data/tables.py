@@ -140,7 +140,7 @@ class RowLayout:
         return np.asarray(np.array([number for number, _ in self._records(content, first)])[rows])
 
     def _records(self, content: Content | memoryview, first: int) -> Iterator[tuple[int, list[str]]]:
-        """Yield the number of each row's first line, and its cells. Raises DataError for what is no text, and an open quote."""
+        """Yield the number of each row's first line, and its cells. Raises DataError for other bytes and an open quote."""
         lines = io.BytesIO(bytes(content).replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
         texts = (untrusted.decode(line, self.source, number) for number, line in enumerate(lines, first))
         reader, number = csv.reader(texts, delimiter=self.separator, strict=True), first
@@ -174,7 +174,7 @@ class TextTable:
         self.decimal = "," if self.layout.separator == ";" else ""  # the mark that numbers probably have
 
     def cells(self, plain: Collection[str] | None = None, wanted: Collection[str] | None = None) -> Cells:
-        """Return the cells of the columns `wanted` (None: all), of which `plain` hold plain numbers. Raises UserError."""
+        """Return the cells of the columns `wanted` (None: all); `plain` names those with plain numbers. Raises UserError."""
         if not bytes(self._body[:FIRST]).strip():
             raise UserError(f"{self.layout.source} has no rows")
         return self.layout.parse(self._body, self._plain() if plain is None else plain, wanted)

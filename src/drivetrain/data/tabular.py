@@ -179,7 +179,7 @@ class Rows(Tensors):
 
 
 class TextRows(LabelledTexts):
-    """The rows of a table of which a model reads one text, as a source."""
+    """The rows of a table as a source, for a model that reads one text of each."""
 
     said: Sequence[str] = ()
 

@@ -242,7 +242,7 @@ class Pieces(Source):
         return self.documents.tokens[at.masked_fill_(padding, 0)].long(), padding, start, document
 
     def identities(self) -> torch.Tensor | list[bytes]:
-        """Return what is equal for equal documents: their pieces stay together."""
+        """Return a key for each document, equal for equal ones: their pieces stay together."""
         if self.documents.keys is not None:
             return self.documents.keys[self.which]
         ends = self.documents.begins + self.documents.sizes

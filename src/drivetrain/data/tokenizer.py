@@ -43,7 +43,7 @@ class Tokenizer(ABC):
     """
 
     size: int
-    shift: int = 1  # what is added to the tokens of a text that has a class
+    shift: int = 1  # added to the tokens of a text that has a class
     mask: int | None = None  # what hides a token from the model, where the tokenizer has such a token
     padding: int | None = None  # what pads such texts, where it is a token of the tokenizer's own
 
@@ -78,7 +78,7 @@ class Tokenizer(ABC):
         return self.text([token for token in tokens if token < self.size])
 
     def whole(self, texts: Sequence[str], length: int) -> list[torch.Tensor]:
-        """Return the tokens of texts that have a class each, of which a model reads so many."""
+        """Return the tokens of texts with a class each, cut to the number that a model reads."""
         return self(texts)
 
     @abstractmethod
@@ -94,7 +94,7 @@ class Tokenizer(ABC):
         """Return the tokenizer as text, to be kept with the run."""
 
     def files(self) -> dict[str, str]:
-        """Return what is kept of it with the run: name → text."""
+        """Return its files that a run keeps: name → text."""
         return {KEPT: self.to_json()}
 
 

@@ -42,7 +42,7 @@ def as_kept(name: str) -> Iterator[None]:
     """A context that reads a file which a run keeps for its data. A ValueError is raised as a UserError that names the file."""
     try:
         yield
-    except UserError:  # it is a ValueError too, and says by itself what is wrong
+    except UserError:  # it is a ValueError too, and its message is enough
         raise
     except ValueError as error:
         raise UserError(f"the run's {name} is not what drivetrain wrote there: {error}") from None
@@ -94,7 +94,7 @@ def no_end(source: object) -> DataError:
 
 
 def decode(content: bytes | str, source: str, line: int = 1) -> str:
-    """Return some lines as text, the first of which is number `line`: the decoder of every text. Raises DataError."""
+    """Decode some lines, from number `line` on: the decoder of every text. Raises DataError."""
     try:
         text = content if isinstance(content, str) else content.decode()
         text.encode()

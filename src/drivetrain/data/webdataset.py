@@ -36,7 +36,7 @@ from drivetrain.data.untrusted import check_member, ordinary
 
 MAX_CONCURRENT = 16  # shards that are scanned, or samples that are fetched from a web server, at once
 REMOTE_LOOKED_AT = 8  # samples on a web server, for the range of their pixels
-MIN_SHARDS = 10  # of which whole ones are held out for the validation
+MIN_SHARDS = 10  # from which whole ones are held out for the validation
 logger = logging.getLogger(__name__)
 SHUFFLE_STREAM = 1000  # the random stream of the shuffle within windows; augmentations' streams lie below
 

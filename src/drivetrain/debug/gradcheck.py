@@ -262,7 +262,7 @@ class Gradcheck(Debug):
             logger.info(f"{order.setting} leaves out {_title(model, name)}: {left_out[name]}")
 
     def _check_call(self, order: _Order, name: str, of: Call, problems: dict[str, str], left_out: dict[str, str]) -> None:
-        """Check one call and add to `problems` what is wrong, or to `left_out` why it cannot be differentiated."""
+        """Check one call; add to `problems`, or to `left_out` the reason why it cannot be differentiated."""
         from torch.autograd.gradcheck import GradcheckError, gradcheck, gradgradcheck
 
         derivative: Callable[..., bool] = gradcheck if order is FIRST else gradgradcheck

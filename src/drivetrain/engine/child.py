@@ -1,4 +1,4 @@
-"""A run's trainer that is built to be asked: in a process of its own, of which nothing affects this one, or in this process."""
+"""A run's trainer that is built to be asked: in an isolated process, or in this one."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Evaluator:
     parallel: Parallel
     batch: Batch
     loader: Loader
-    sets: Mapping[str, Mapping[str, Pipeline]]  # split → its sets by name, of which one alone is "". The first split selects
+    sets: Mapping[str, Mapping[str, Pipeline]]  # split → its sets by name ("" for a single one). The first split selects
     set: str  # the split that is evaluated: validation or test
     device: torch.device
     memory_format: torch.memory_format
@@ -273,7 +273,7 @@ def _result(meter: Metric) -> tuple[dict[str, float], dict[str, TableRecord]]:
 def evaluated_sets(
     data: Splits, steps: tuple[Augmentation, ...], seed: int, about: JsonMapping
 ) -> dict[str, dict[str, Pipeline]]:
-    """Return the sets that a run evaluates: split → pipelines by name. What is drawn for a set depends on its name alone.
+    """Return the sets that a run evaluates: split → pipelines by name. The draws for a set depend on its name alone.
 
     Several views of a sample differ by their augmentation alone, so that an evaluation augments too: by `steps`.
     """

@@ -65,7 +65,7 @@ def watchers(context: RunContext, trainer: Trainer, no_mfu: str) -> list[StreamW
 
 @dataclass
 class FirstBatch:
-    """Looks at the first micro-batch before the first step, with one read from the device, and says later what is left to say."""
+    """Looks at the first micro-batch before the first step, with one read from the device, and logs the rest later."""
 
     run: RunSpec
     loss: Loss
@@ -114,7 +114,7 @@ class FirstBatch:
         raise UserError(f"{run.named('loss')} does not fit the data: the targets of {run.named('data')} {problem}{so}")
 
     def _named(self, name: str, index: int) -> str:
-        """Return what to call a sample of a set: its number in the user's own data, of which the set may be a part."""
+        """Return what to call a sample of a set: its number in the user's own data, where the set may be a part of that."""
         source, index = original(self.sources[name], index)
         called = source.name(index)
         return f"sample {index} of {self.run.named('data')} ({f'{called}, ' if called else ''}in the {name} set)"

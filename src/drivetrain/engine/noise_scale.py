@@ -34,14 +34,14 @@ class NoiseScale:
 
     device: torch.device
     size: Callable[[int], int]  # the samples of an update in an epoch
-    every: int = EVERY  # updates, of which one is measured
+    every: int = EVERY  # updates between two that are measured
     sums: torch.Tensor = field(init=False)  # (2,): the variance divided by the batch size, and the squared length; see above
 
     def __post_init__(self) -> None:
         self.sums = torch.zeros(2, device=self.device)
         self._unit = torch.zeros((), device=self.device)
         self._before = (0.0, 0.0)
-        self.updates = 0  # that were made, of which each `every`th is measured
+        self.updates = 0  # made so far; each `every`th is measured
 
     def state_dict(self) -> StateDict:
         """Return what a resumed run goes on from. The sums are 0 where a run is saved: a record was just written."""

@@ -67,7 +67,7 @@ def build(context: RunContext) -> list[BuiltPhase]:
 
 
 def chained(phases: Sequence[BuiltPhase]) -> torch.optim.Optimizer:
-    """Return the optimizers of the phases as one, of which schedules and checkpoints know."""
+    """Return the optimizers of the phases as one, for schedules and checkpoints."""
     return ChainedOptimizer(*(phase.optimizer for phase in phases))
 
 

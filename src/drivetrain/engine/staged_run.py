@@ -224,5 +224,5 @@ def _shapes(context: RunContext, stage: Stage) -> Mapping[str, tuple[int, ...]]:
             return {name: tuple(p.shape) for name, p in Model.of(run).create_for(tried).named_parameters()}
     except UserError:
         raise
-    except Exception:  # a network that cannot be made without memory; building its stage tells what is wrong
+    except Exception:  # a network that cannot be made without memory; building its stage says why
         return {}

@@ -27,7 +27,7 @@ class StepTimer:
 
     def __init__(self, warmup: int = 1, clock: Clock | None = None) -> None:
         self.warmup = warmup  # first steps, which start workers, compile and allocate
-        self.steps = array("d")  # seconds of every step; what is done at a record is in none of them
+        self.steps = array("d")  # seconds of every step, without the work of records
         self.wait = 0.0  # seconds spent waiting for data, within the steps
         self.to_first_step: float | None = None  # seconds from the start of the process
         self.reading = ReadTimes()

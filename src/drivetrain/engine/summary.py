@@ -71,7 +71,7 @@ def _outputs(context: RunContext) -> str:
 def _parameters(trainer: Trainer) -> str:
     sizes = [(p.numel(), p.requires_grad) for p in trainer.model.parameters()]
     every, trained = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
-    return f"{every:,} parameters" + (f", of which {trained:,} train" if trained != every else "")
+    return f"{every:,} parameters" + (f", {trained:,} trained" if trained != every else "")
 
 
 def _device(trainer: Trainer) -> str:
@@ -89,7 +89,7 @@ def _updates(trainer: Trainer) -> str:
     an_epoch = _an_epoch(trainer)
     text = f"{an_epoch:,} update{'s' * (an_epoch != 1)} an epoch, {trainer.max_updates:,} in all"
     done = trainer.progress.updates
-    return f"{text}, of which {done:,} are done" if done else text
+    return f"{text}, {done:,} of them done" if done else text
 
 
 def _an_epoch(trainer: Trainer) -> int:

@@ -26,7 +26,7 @@ from drivetrain.ui.terminal import duration, number
 Row = tuple[str, float, str, str]  # metric, value, set, and the 95 % interval of a share of samples
 FILL_IN = "*To fill in:*"
 SHOWN = 20  # names of classes, or of columns
-# Of what is predicted and from what → the hub's name of the task.
+# What is predicted, and from what → the hub's name of the task.
 TASKS = {
     ("class", "image"): "image-classification", ("labels", "image"): "image-classification",
     ("mask", "image"): "image-segmentation",

@@ -294,7 +294,7 @@ def _write_folder(finished: Finished, folder: Path, adapter: bool) -> str:
 
 
 def _write_whole(loaded: LoadedRun, written: Path, folder: Path) -> str:
-    """Write the model of transformers, and compare its outputs with those of what is read again."""
+    """Write the model of transformers, and compare its outputs with those of the files read again."""
     model: Any = loaded.model
     model.config.use_cache = True  # switched off for training; who generates wants it
     model.save_pretrained(written)

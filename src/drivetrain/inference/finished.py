@@ -38,7 +38,7 @@ Update = CountOrZero | Literal["best", "last"] | None
 
 @dataclass
 class Choice:
-    """The choice of which weights of a run to use."""
+    """Which weights of a run to use."""
 
     update: Update = None  # None: the best where the run kept it, else the last
     # The averaged weights, instead of the trained ones; a number: the average of this width. None: the average where there is one

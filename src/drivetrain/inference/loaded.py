@@ -28,7 +28,7 @@ from drivetrain.saving import manifest
 
 # The errors of a model that is built for data of another kind, or that is given an input of another kind.
 MISFITS = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
-KNOWN = (UserError, torch.OutOfMemoryError)  # of these, the ones that say by themselves what is wrong
+KNOWN = (UserError, torch.OutOfMemoryError)  # of these, the ones whose message is enough
 
 
 class LoadedRun:

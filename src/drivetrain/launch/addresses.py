@@ -68,7 +68,7 @@ def wait_for_listener(host: str, port: int, seconds: float) -> None:
 
 
 def can_listen(host: str, port: int = 0) -> bool:
-    """True if a host's address is one of this machine's, and its port, of which 0 is any, can be listened on."""
+    """True if a host's address is one of this machine's, and its port can be bound (0: any free port)."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 NEVER = 2**62  # updates between two that are measured
 SHARE, FEWEST, MOST = 30, 50, 200  # updates of the run for one of the look, and the look's limits
-TIMED = 3  # updates of each size, of which the fastest counts: other programs only make one slower
+TIMED = 3  # updates of each size; the fastest counts, as other programs only make one slower
 
 
 def make_update(trainer: Trainer, batches: Iterable[MicroBatch], loss: torch.Tensor) -> bool:

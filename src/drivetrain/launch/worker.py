@@ -87,7 +87,7 @@ def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor],
 def _attempt(parallel: Parallel, work: Callable[[], object]) -> tuple[Any, Exception | None, str | None]:
     """Do `work` on all ranks. Return its value, this rank's error, and the message of the first rank that failed.
 
-    Raises only what is the operator's to mend, such as a changed config.
+    Raises only errors that the operator can mend, such as a changed config.
     """
     value, error = None, None
     try:
@@ -284,7 +284,7 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
 
 
 def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
-    """Train to the end, evaluate what is kept, and fill in the result."""
+    """Train to the end, evaluate the kept weights, and fill in the result."""
     staged.trainer.callbacks.start()
     if result.resumed_at is not None:
         staged.trainer.log.write("resume")  # so that a reader leaves out the pause before it

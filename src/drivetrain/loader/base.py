@@ -134,7 +134,7 @@ class Pipeline(NamedTuple):
     classes: int = 0
     pad_to: int = 1  # sequences are padded to a multiple of this
     normalize_later: bool = False
-    images: str | None = None  # the key of the images, where inputs are a dict: they are what is augmented and normalised
+    images: str | None = None  # the key of the images, where inputs are a dict: only they are augmented and normalised
     views: int = 1  # of each sample, (n, views, …) where there are several: it is augmented so many times
     masks: bool = False  # targets are masks (n, h, w), which move with their images
     computes_in: torch.dtype | None = None  # what the step rounds all its products' inputs to, where it does
@@ -339,7 +339,7 @@ class Loader(Option, groups.Loader):
         y: Tree,
         request: Request,
     ) -> MicroBatch:
-        """Copy a batch to the device, and do there what is left of the pipeline, which is on the device too."""
+        """Copy a batch to the device, and do the rest of the pipeline there."""
         if device.type != "cpu":
             copy = send if self.copies_ahead() else trees.to
             x, y = copy(x, device), copy(y, device)

@@ -157,7 +157,7 @@ class Resident(Loader):
         if free is not None and size > self.share * free:
             raise UserError(
                 f"loader=resident: the data takes {size / 2**30:.1f} GiB and {free / 2**30:.1f} GiB of the device are free, "
-                f"of which loader.share={self.share:g} is for data: set loader=device, smaller images, or a larger share"
+                f"and loader.share={self.share:g} of it is for data: set loader=device, smaller images, or a larger share"
             )
 
 

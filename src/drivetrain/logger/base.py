@@ -107,7 +107,7 @@ class Guarded:
         self._do(lambda: self._logger.log_image(name, update, path))
 
     def close(self, status: str) -> None:
-        """Finish the log. Waits for what is still on its way, but not for ever."""
+        """Finish the log. Waits for records on their way, for a limited time."""
         self._do(lambda: self._logger.end(status))
         self._do(self._close)
         if self._thread is not None:

@@ -57,7 +57,7 @@ def pixels(x: np.ndarray, top: float | None) -> np.ndarray:
 
 
 def with_mask(picture: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return pixels (h, w, 3) with the classes of `mask` (h, w) in colours; class 0 and what is ignored stay as they are."""
+    """Return pixels (h, w, 3) with the classes of `mask` (h, w) in colours; class 0 and ignored pixels stay as they are."""
     shown = (mask > 0)[..., None]
     return np.where(shown, (picture * 0.45 + COLORS[mask.clip(0) % len(COLORS)] * 0.55).astype(np.uint8), picture)
 

@@ -119,7 +119,7 @@ class OverClasses(Loss):
         return too_few(output[1] if len(output) > 1 else 1, classes)
 
     def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
-        """Sums of the loss, without smoothing and class weights, and of what is right; the number of samples or pixels (3,)."""
+        """Sums of the loss, without smoothing and class weights, and of correct answers; the number of samples or pixels (3,)."""
         dtype = sum_dtype(output.device)
         output, classes = wide(output), target
         if target.is_floating_point():  # probabilities of classes
@@ -225,7 +225,7 @@ class Focal(OverClasses):
 class Bce(Loss):
     """Binary cross entropy of each label, for samples with any number of labels. The mean is over samples and labels.
 
-    One class for each sample is as many labels, of which one is present ("ResNet strikes back", Wightman et al. 2021).
+    A class counts as labels with that one present ("ResNet strikes back", Wightman et al. 2021).
     `pos_weight` multiplies what a label costs where it is present, as torch's does: for labels that are rare. An evaluation
     reports the loss without it, without smoothing and threshold, and the share of labels, or of classes, that are right.
     """
@@ -299,7 +299,7 @@ class Bce(Loss):
         return torch.stack([loss.to(dtype), correct, labels])
 
     def _labels(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and labels in one shape and dtype; a class becomes labels of which it is the only one."""
+        """Output and labels in one shape and dtype; a class becomes labels with that one alone."""
         output = wide(output)
         if self.of_classes and target.dim() == 1:
             target = target.unsqueeze(1) == torch.arange(output.shape[1], device=target.device)

@@ -67,5 +67,5 @@ def decoded(output: torch.Tensor, width: int) -> torch.Tensor:
     path = output.argmax(2)
     kept = path != output.shape[2] - 1
     kept[:, 1:] &= path[:, 1:] != path[:, :-1]
-    places = torch.where(kept, kept.cumsum(1) - 1, width)  # what is left out goes to a place that is cut off
+    places = torch.where(kept, kept.cumsum(1) - 1, width)  # left-out ones go to a place that is cut off
     return torch.full((len(path), width + 1), IGNORE, device=path.device).scatter(1, places, path)[:, :-1]

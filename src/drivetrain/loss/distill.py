@@ -86,7 +86,7 @@ class Distill(PartedLoss):
 def trained_model(path: Path, key: str, context: BuildContext) -> torch.nn.Module:
     """Return the model of a run, or that of an exported file in its directory, in evaluation mode. Raises UserError.
 
-    `path` is the run's directory, of which the newest valid checkpoint is taken, or a safetensors file in it.
+    `path` is a safetensors file, or the run's directory, for its newest valid checkpoint.
     """
     run_dir = path if path.is_dir() else path.parent
     if not (run_dir / "config.yaml").is_file():

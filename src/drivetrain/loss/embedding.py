@@ -149,7 +149,7 @@ class ComparingLoss(Loss):
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """All ranks' samples (ranks × capacity, …), zeros where a rank has fewer; this rank's keep their gradients.
 
-        Of what is all samples', the mean over the ranks.
+        Values of all samples are averaged over the ranks.
         """
         if not tensor.dim():
             return (self._all_reduce_sum(tensor.detach().clone()) + tensor - tensor.detach()) / self.ranks
@@ -248,7 +248,7 @@ class Contrastive(ComparingLoss):
         return torch.where(valid, losses, 0.0).sum(), valid.sum().to(losses.dtype)
 
     def _scores(self, embeddings: Tree, valid: torch.Tensor) -> torch.Tensor:
-        """The similarity of each view (2n, first views first) to each candidate (2n); minus infinity for what is none."""
+        """The similarity of each view (2n, first views first) to each candidate (2n); minus infinity for those that are none."""
         n = len(valid)
         views, temperature = embeddings if isinstance(embeddings, tuple) else (embeddings, self.temperature)
         z = torch.nn.functional.normalize(views, dim=-1).transpose(0, 1).flatten(0, 1)

@@ -159,7 +159,7 @@ class TokenClass(NextToken):
         self.counted = True  # not every token has a class
 
     def reported(self, loss: torch.Tensor, right: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Sums of the loss and of what is right, and the number of tokens that have a class (3,)."""
+        """Sums of the loss and of correct answers, and the number of tokens that have a class (3,)."""
         return torch.stack([loss, right.to(loss.dtype), count])
 
 
@@ -216,7 +216,7 @@ class Masking:
     def apply(
         self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: PipelineParts, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tokens (n, length) of which some are hidden, these alone as targets, and the indices."""
+        """Return tokens (n, length) with some hidden, the hidden ones as targets, and the indices."""
         keys = rng.keys(pipeline.seed, request.epoch, indices, STREAM).unsqueeze(1)
         places = keys ^ torch.arange(y.shape[1], device=y.device)
         chosen, becomes, other = (rng.uniform(0, 0, places, number) for number in range(3))

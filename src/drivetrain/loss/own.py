@@ -258,7 +258,7 @@ class OwnComparing(ComparingLoss, OwnLoss):
 
 @contextmanager
 def _evaluating(function: object) -> Iterator[None]:
-    """Put a module, and what is in it, into evaluation mode, in which its buffers stay as they are."""
+    """Put a module and its parts into evaluation mode, where buffers stay as they are."""
     modules = [m for m in function.modules() if m.training] if isinstance(function, torch.nn.Module) else []
     for module in modules:
         module.training = False

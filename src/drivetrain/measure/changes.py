@@ -2,7 +2,7 @@
 
 Each change that leads from one config to another can be made alone, where the rules of the options allow it.
 
-An option and its keys are one change. Changes of which neither can be made without the other are joined to one.
+An option and its keys are one change. Changes that need each other are joined to one.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, cast
 
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.lazy import torch
@@ -64,12 +64,12 @@ class RehearsedRun:
     config_dirs: Sequence[str]
     place: Path
     until: float
-    rows: list[tuple[str, str, str, float]] = field(default_factory=list)  # mark, step, what is said, seconds
+    rows: list[tuple[str, str, str, float]] = field(default_factory=list)  # mark, step, finding, seconds
     said: list[str] = field(default_factory=list)  # by its processes, on standard error
     seeds: int = 0  # of hashes: each process has another one
 
     def steps(self) -> Iterator[tuple[str, Callable[[], str]]]:
-        """Yield what is done, in order."""
+        """Yield the steps, in order."""
         yield "every sample can be read", self.data
         yield "it fits the device's memory", self.memory
         yield "it trains, evaluates, saves, and stops when told", self.short_run
@@ -313,15 +313,17 @@ def _train(update: int, how: str, words: Sequence[str], config_dirs: Sequence[st
     with tempfile.TemporaryDirectory(prefix="drivetrain") as folder:
         told, number = Path(folder) / "told", signal.SIGKILL if how == "KILL" else signal.SIGTERM
 
-        def cut(*_: object) -> NoReturn:
-            os.kill(main, signal.SIGKILL)
-            os._exit(FAILED)  # a rank of its own process
+        def cut(event: str, given: tuple[object, ...]) -> None:
+            """Kill the run where a checkpoint's files are written, and it has no name yet."""
+            if event == "os.rename" and Path(str(given[1])).parent.name == "checkpoints":
+                os.kill(main, signal.SIGKILL)
+                os._exit(FAILED)  # a rank of its own process
 
         def attach(trainer: Trainer) -> None:
             if trainer.parallel.world.rank == 0:
                 cast(list[LogWriter], trainer.log.writers).append(_Stopper(update, number, main, told))
-            if how == "SAVE":  # its files are written, and it has no name yet
-                Path.rename = cut  # type: ignore[method-assign]
+            if how == "SAVE":
+                sys.addaudithook(cut)
 
         job.attach = attach
         result = launch(job, quiet=True)

@@ -35,7 +35,7 @@ class OwnMetric(Metric):
     updated with (output, target) of each batch. A function is called once, with the outputs and the targets of the whole set, and
     `kwargs`: so it is exact on any number of ranks, and the outputs of the whole set have to fit on the device. With `mean` it is
     called with each batch, and gets what its parameters name; its values are averaged over the samples. All give a number, or a
-    dict of numbers by name, of which `better` names those that may rank models.
+    dict of numbers by name; `better` names those that may rank models.
     """
 
     machine_local_keys = ("target",)

@@ -173,7 +173,7 @@ class Transformers(Model):
         trained: torch.nn.Module = model.train()
         return trained
 
-    # --- what is made ---
+    # --- building ---
 
     def _head(self, run: RunSpec, x: torch.Tensor | None) -> str | None:
         """The head for the run's targets and inputs; None where only the data's samples tell. Raises UserError."""
@@ -342,7 +342,7 @@ def _logits(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _read(file: Path, reader: Callable[[Path], Any] = files.read_json) -> Any:
-    """Read a file of a model's folder, which anybody may have made. Raises UserError, which says what is wrong with it."""
+    """Read a file of a model's folder, which anybody may have made. Raises UserError with its problem."""
     try:
         return reader(file.resolve())
     except (OSError, ValueError) as error:

@@ -60,7 +60,7 @@ class TimmOptimizer(Optimizer):
                 yield f"optimizer.{key}=true, but timm's {self.name} has no such implementation: set optimizer.{key}=null"
 
     def _coupling_problems(self, run: RunSpec, parameters: set[str]) -> Iterator[str]:
-        """The features of the optimizer that need all parameters at once, of which each rank updates some."""
+        """The features of the optimizer that need all parameters at once, where each rank updates only some."""
         if "max_grad_norm" in parameters and self.kwargs.get("max_grad_norm", 1.0) is not None:
             yield (
                 f"optimizer.name={self.name} takes the norm of all gradients, and {run.named('parallel')} has each rank update "

@@ -45,10 +45,10 @@ class OwnGradients:
 
     def __init__(self) -> None:
         self._norms: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
-        self._hooks: dict[int, RemovableHandle] = {}  # by the id of what is watched
+        self._hooks: dict[int, RemovableHandle] = {}  # by the watched object's id
 
     def watch(self, weight: torch.Tensor, dimensions: tuple[str, ...] = ()) -> None:
-        """Take the gradient of a weight, of which this rank has a part where there are dimensions."""
+        """Take the gradient of a weight; where there are dimensions, this rank has a part of it."""
 
         def add(gradient: torch.Tensor) -> None:
             if is_sharded(gradient) and is_sharded(weight) and gradient.placements != weight.placements:

@@ -14,7 +14,7 @@ PORTS = range(20_000, 30_000)  # MASTER_PORT of a Slurm step is one of these, by
 
 
 def launched() -> int | None:
-    """Return how many ranks torchrun or Slurm started, of which this is one; None if neither did."""
+    """Return the number of ranks that torchrun or Slurm started, this one included; None if neither did."""
     environ = _slurm_environment(os.environ) or os.environ
     size = environ.get("WORLD_SIZE", "")
     return int(size) if size.isdecimal() and "RANK" in environ else None

@@ -42,7 +42,7 @@ class PipelineParallel(Sharded):
     """
 
     effect = "close"
-    changes = "gradients are summed by micro-batches, of which BatchNorm takes its statistics"
+    changes = "gradients are summed over micro-batches, and BatchNorm takes the statistics of each"
     own_forward = False
     own_gradients = False
 

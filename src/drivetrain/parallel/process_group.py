@@ -342,7 +342,7 @@ class ProcessGroupStrategy(Parallel):
 
 
 def _layout(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what is sent of a tensor in an object: its shape, strides and dtype. Its memory follows by itself."""
+    """Return the part of a tensor that is sent within an object: shape, strides and dtype. Its memory follows by itself."""
     return torch.empty_like(tensor, device="meta", requires_grad=False)
 
 

@@ -189,7 +189,7 @@ class Bf16(Precision):
         return model
 
     def _keep_in_float32(self, model: torch.nn.Module, example: Tree) -> None:
-        """Measure on this CPU what 16 bits cost. What is too slow for one rank is for all: they must compute alike."""
+        """Measure on this CPU what 16 bits cost. Too slow for one rank counts for all: they must compute alike."""
         ranks = self._parallel.gather_object(cpu_half.measure(model, example, self._dtype))
         slowest = self._parallel.broadcast_object(max(ranks, default=0.0))  # rank 0 alone has them
         if slowest > cpu_half.LIMIT:

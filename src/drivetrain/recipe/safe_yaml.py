@@ -53,7 +53,7 @@ class RecipeKey(NamedTuple):
     problems: list[str]
 
     def refuse(self, problem: str) -> None:
-        """Note what is wrong with it."""
+        """Note its problem."""
         self.problems.append(f"{self.path}:{self.line}: {problem}")
 
     def entries(self) -> list[RecipeKey]:

@@ -17,7 +17,7 @@ MAX_ITEMS = 1000  # of a list
 MAX_NUMBER = 1e15
 SHOWN = 60  # characters of a wrong value in a message
 
-Check = Callable[[object], str]  # what is wrong with a value; "" where nothing is
+Check = Callable[[object], str]  # the problem of a value, or ""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ rules_of: Callable[[type], dict[str, Rule]] = cache(_rules_of)  # which reads th
 
 
 class Section:
-    """A mapping in a recipe: a dataclass, each field of which is Annotated with its Rule. One with a default may be left out."""
+    """A mapping in a recipe: a dataclass with a Rule in each field's Annotated. Fields with a default may be left out."""
 
     @classmethod
     def read(cls, entry: RecipeKey) -> Self | None:

@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl, of which a crash, a full disk or another program may have spoilt lines."""
+"""Reads metrics.jsonl, also where a crash, a full disk or another program has spoilt lines."""
 
 from __future__ import annotations
 

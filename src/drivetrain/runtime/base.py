@@ -125,7 +125,7 @@ class Runtime(Option, groups.Runtime):
         return self.accelerator().type
 
     def accelerator(self) -> Accelerator:
-        """Return what is known of the devices of the run's type."""
+        """Return the facts about the devices of the run's type."""
         if self.device == "auto":
             found = accelerators.find()
             return found if found.type in CHOSEN_BY_AUTO else Accelerator()

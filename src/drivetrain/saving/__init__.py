@@ -1,4 +1,4 @@
-"""Checkpoints: when a run's state is saved, what is saved, and in which format."""
+"""Checkpoints: when a run's state is saved, its content and its format."""
 
 from drivetrain.saving.options import Saving
 

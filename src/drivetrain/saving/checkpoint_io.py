@@ -52,7 +52,7 @@ def save_sharded(
     group: ProcessGroup | None,
     about: JsonMapping | None = None,
 ) -> None:
-    """Write a checkpoint of which every rank writes its parts of `tensors`. Called on all ranks.
+    """Write a checkpoint; every rank writes its parts of `tensors`. Called on all ranks.
 
     `rest` is the state without these tensors; `group` is a gloo process group, None for a single process.
     Raises CannotSave on all ranks where the disk refuses one of them.
@@ -77,7 +77,7 @@ def save_sharded(
 
 
 def _size_on_all_ranks(tensors: dict[str, Divided], group: ProcessGroup | None) -> int:
-    """Return how many bytes the whole tensors take, of which ranks hold parts."""
+    """Return the bytes of the whole tensors that ranks hold parts of."""
     sizes = {name: math.prod(t.shape) * t.parts[0].tensor.element_size() for name, t in tensors.items()}
     if group is not None:
         import torch.distributed as dist
@@ -190,7 +190,7 @@ def updates(run_dir: Path) -> list[int]:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Read a safetensors file of a run. Raises OSError for what is no ordinary file, SafetensorError for a damaged one."""
+    """Read a safetensors file of a run. Raises OSError where it is no ordinary file, SafetensorError for a damaged one."""
     with files.opened(path, "rb"):
         pass
     return safetensors.torch.load_file(path)

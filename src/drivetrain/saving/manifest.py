@@ -124,7 +124,7 @@ NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)  # of an update; int() read
 
 
 def verify(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None."""
+    """Return the problem of a checkpoint, or None."""
     try:
         manifest = read(checkpoint)
         hashes: dict[str, str] = manifest["sha256"]
@@ -165,7 +165,7 @@ def write(folder: Path, update: int, about: Mapping[str, object]) -> None:
 
 
 def _wrong_with(file: Path, expected: str, size: int | None) -> str | None:
-    """Return what is wrong with one file of a checkpoint, or None."""
+    """Return the problem of one file of a checkpoint, or None."""
     try:
         with files.opened(file, "rb") as opened:
             if size is not None and opened.seek(0, 2) != size:

@@ -1,4 +1,4 @@
-"""Flattens a training state into named tensors, and reads and writes checkpoints of which every rank holds its shards."""
+"""Flattens a training state into named tensors, and reads and writes checkpoints in shards, each rank its own."""
 
 from __future__ import annotations
 

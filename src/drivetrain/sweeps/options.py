@@ -40,7 +40,7 @@ class SubmititLocal(Basic):
 
 @dataclass
 class SubmititSlurm(Basic):
-    """All jobs in Slurm, as one array, of which at most `array_parallelism` run at a time."""
+    """All jobs in Slurm, as one array; at most `array_parallelism` run at a time."""
 
     timeout_min: Count = 60
     partition: str | None = None

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from drivetrain.core.options.hydra_parts import parsed
 
 MAX_JOBS = 10_000  # of a sweep
-HOPELESS = 50  # jobs of which none can run
+HOPELESS = 50  # jobs in a row that cannot run
 
 
 @dataclass

@@ -13,7 +13,7 @@ _CLEAR = "\r\x1b[2K"
 
 
 class Steps:
-    """A context manager; call its value with what is being done now. It starts no thread, since measuring forks the process."""
+    """A context manager; call its value with the current work. It starts no thread, since measuring forks the process."""
 
     def __enter__(self) -> Steps:
         self._began = time.monotonic()
@@ -21,7 +21,7 @@ class Steps:
         return self
 
     def __call__(self, text: str, left: float | None = None) -> None:
-        """Show what is being done, and about how many seconds are `left`."""
+        """Show the current work, and about how many seconds are `left`."""
         after = f", about {duration(left)} left" if left else ""
         line = output.plain(f"{text} ({duration(time.monotonic() - self._began)}{after})")
         print(_CLEAR + line if self._live else line, end="" if self._live else "\n", file=output.notices(), flush=True)

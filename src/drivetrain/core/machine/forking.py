@@ -215,7 +215,7 @@ def _end_of(printed: IO[bytes]) -> str:
 
 
 def _child(work: Callable[[Callable[[object], None]], object], failed: str, connection: Connection, printed: int) -> None:
-    """The process: it sends (error, answer), one of which is None."""
+    """The process: it sends (error, answer); one of them is None."""
     for stream in (1, 2):
         os.dup2(printed, stream)
     try:

@@ -93,7 +93,7 @@ def too_many(things: str, setting: str, count: int, times: int = 1) -> Iterator[
 
 
 def memory_bytes() -> int:
-    """The memory of this machine that its processes may use together: what is installed, or less by the cgroup's limit."""
+    """The memory that this machine's processes may use together: all of it, or less by the cgroup's limit."""
     if not hasattr(os, "sysconf"):  # Windows
         return sys.maxsize
     return min((os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *cgroup_bytes()))

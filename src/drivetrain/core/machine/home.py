@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def state_dir() -> Path:
-    """The folder of what is kept. Without a home, or with a relative one, nothing can be written below what this returns."""
+    """The folder of files that outlive a run. Without a home, or with a relative one, nothing can be written below it."""
     folder = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"))
     return (folder if folder.is_absolute() else Path(os.devnull)) / "drivetrain"
 
@@ -50,7 +50,7 @@ def measured_once(what: Sequence[object], measure: Callable[[], float]) -> float
 
 
 def _number(file: Path) -> float | None:
-    """The number in a file; None where there is none. What is no number is removed, so that another can take its place."""
+    """The number in a file; None where there is none. Anything else is removed, so that a number can take its place."""
     try:
         number = float(file.read_bytes()[:40])
     except OSError:

@@ -37,7 +37,7 @@ NUMPY_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": 
 
 _lock = threading.RLock()
 _inside: list[int] = []  # the threads that are in `isolated`, each as often as it has entered
-_left = ExitStack()  # what is given back when the last of several threads leaves
+_left = ExitStack()  # given back when the last of several threads leaves
 
 
 class _Setting(NamedTuple):

@@ -155,8 +155,8 @@ def wide_convolutions(device: torch.device) -> Iterator[None]:
     """Within the context convolutions on a CPU compute in float32 where they would in 16 bits, and some of volumes in float64.
 
     oneDNN's bfloat16 gradients of weights read and write memory outside of their operands (torch 2.15, oneDNN 3.13), and those
-    in float32 are wrong where a kernel is larger than the volume: torch has native kernels for float64. Convolutions of which
-    `python -m bench.kernels` finds none wrong on a CPU with AVX-512 end this.
+    in float32 are wrong where a kernel is larger than the volume: torch has native kernels for float64. This
+    can go once `python -m bench.kernels` finds no wrong convolution on a CPU with AVX-512.
     """
     import torch  # itself, where others look functions up
     from torch.nn import functional

@@ -33,7 +33,7 @@ class RunningPhase(Protocol):
 
 @dataclass
 class BuildContext:
-    """Holds what is known of a run while it is built. `engine.build` fills it in, in its build order; options only read it.
+    """The facts about a run while it is built. `engine.build` fills it in, in its build order; options only read it.
 
     Reading a field before it is built raises AttributeError: the build order is wrong.
     """
@@ -73,7 +73,7 @@ class BuildContext:
     optimizer: torch.optim.Optimizer = field(init=False)
     loss: groups.Loss = field(init=False)
     train_data: PipelineParts = field(init=False)
-    # The sets that are evaluated: split (validation, where there is one, then test) → its sets by name, of which one alone is "".
+    # The evaluated sets: split (validation, where there is one, then test) → its sets by name ("" for a single one).
     evaluated: Mapping[str, Mapping[str, PipelineParts]] = field(init=False)
     read: Callable[[Iterable[Request]], Stream] = field(init=False)  # gives the micro-batches of training samples
 

@@ -33,7 +33,7 @@ class Adapter:
 
     active = False
     true_gradient = True  # whether its backward is the derivative of its forward
-    lr_ratio: float = 1.0  # of the learning rate of what is 0 at first (FACTOR of core/step/low_rank.py)
+    lr_ratio: float = 1.0  # of the learning rate of factors that begin at 0 (FACTOR of core/step/low_rank.py)
 
     def frozen(self, model: torch.nn.Module) -> list[str]:
         """Return the names of the model's parameters that do not train because of the adapters."""
@@ -189,7 +189,7 @@ class Data:
 
 
 class Debug:
-    """Looks for what is wrong."""
+    """Looks for faults of a run."""
 
     updates: int | None = None  # stop after this many updates
     eval_batches: int | None = None  # evaluate at most this many batches
@@ -460,7 +460,7 @@ class Runtime:
 
     @abstractmethod
     def accelerator(self) -> Accelerator:
-        """Return what is known of the devices of the run's type."""
+        """Return the facts about the devices of the run's type."""
 
 
 class Saving:

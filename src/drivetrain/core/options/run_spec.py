@@ -84,7 +84,7 @@ class RunSpec(Parts):
         return f"{group}=[{','.join(choice)}]" if isinstance(choice, list) else f"{group}={choice}"
 
     def tried(self) -> dict[str, Any]:
-        """Return the options of which trials choose before the ranks start, by their groups."""
+        """Return the options chosen by trial runs, by group."""
         one = {group: part for group, part in self.parts.items() if not isinstance(part, list)}
         return {group: option for group, option in one.items() if option is not None and option.untried}
 

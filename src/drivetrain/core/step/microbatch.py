@@ -67,7 +67,7 @@ class MicroBatch:
     ready: float = 0.0
     filler: bool = False  # in an evaluation: it only lets this rank take part, and its samples count on another one
     shares: torch.Tensor | None = None  # (losses,) of a sum of several losses: its share of the update's items of each
-    piece: Piece | None = None  # of which its inputs and targets are a view
+    piece: Piece | None = None  # that its inputs and targets are a view of
     row: int = 0  # the place of its first sample there
     more: bool = False  # the next micro-batch is there too: nothing is to be waited for
 

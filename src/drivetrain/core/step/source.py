@@ -80,7 +80,7 @@ class SequenceSource(Source, Protocol):
 
 
 class GroupedSource(Source, Protocol):
-    """A source of samples of which some belong together, such as the pieces of a document."""
+    """A source of samples in groups that belong together, such as the pieces of a document."""
 
     def of(self, groups: torch.Tensor) -> Source:
         """Return a source of the samples of these groups."""

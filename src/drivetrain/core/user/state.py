@@ -115,7 +115,7 @@ class OwnState:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Put back, at the end of the context, what is done within it to the states on this rank."""
+        """Restore the states on this rank at the end of the context."""
         before = {name: copy.deepcopy(owner.state_dict()) for name, owner in self.owners.items()}
         try:
             yield

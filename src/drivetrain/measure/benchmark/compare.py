@@ -242,7 +242,7 @@ class CompareSettings(quality.QualitySettings):
 
 @dataclass
 class Comparison:
-    """The results of all variants, the first of which is the baseline."""
+    """The results of all variants, the baseline first."""
 
     rows: list[Row]
     notes: list[str]

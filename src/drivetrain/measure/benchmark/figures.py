@@ -39,7 +39,7 @@ class FigureSource:
         return next(iter(re.findall(r"[A-Za-z]\w*", self.given)), self.given)
 
     def problems(self, option: str) -> Iterator[str]:
-        """Yield what is wrong with it."""
+        """Yield its problems."""
         if OF_FILE.fullmatch(self.given):
             return
         try:

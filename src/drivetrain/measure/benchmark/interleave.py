@@ -422,7 +422,7 @@ def run_rounds(
 
 
 def _run_round(variants: Sequence[Variant], number: int, block_s: float) -> None:
-    """Run one round of the variants, of which the first is the baseline, in as many groups as their memory makes necessary."""
+    """Run one round of the variants, the baseline first, in as many groups as their memory makes necessary."""
     baseline, waiting = variants[0], deque(variants[1:])
     if number % 2:  # the order alternates, so that it is not always the same variant that runs after the idle time
         waiting.reverse()

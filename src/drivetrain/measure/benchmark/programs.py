@@ -49,7 +49,7 @@ WAITED = 0.1  # the share of a run's time that it waited for a core, from which 
 
 @dataclass
 class Program:
-    """A command that is run with seeds, in a folder: what is compared."""
+    """A compared program: a command that is run with seeds, in a folder."""
 
     label: str
     command: Sequence[str]  # with {seed}, {out} and {code}
@@ -57,7 +57,7 @@ class Program:
     cwd: Path
     place: Path  # where each run gets a folder
     code: Path  # the checkout or worktree
-    checkout: Path | None = None  # of which `code` is a worktree
+    checkout: Path | None = None  # the repository that `code` is a worktree of
     limit_s: float | None = None
     seconds: dict[int, float] = field(default_factory=dict)  # by seed
     notes: list[str] = field(default_factory=list)
@@ -186,7 +186,7 @@ class Options:
         return self.program is not None or bool(self.code)
 
     def problems(self) -> Iterator[str]:
-        """Yield what is missing or wrong."""
+        """Yield the problems of the options."""
         template = shlex.split(self.program or "")
         if not self.metric:
             yield (
@@ -235,7 +235,7 @@ def of_own_run(options: Options, overrides: Sequence[str], config_dirs: Sequence
 
 @dataclass
 class Compared:
-    """What came of programs: the first one's runs, the others' verdicts, and what is to be said."""
+    """The results of programs: the first one's runs, the others' verdicts, and remarks."""
 
     programs: Sequence[Program]
     trial: Trial
@@ -287,7 +287,7 @@ class Compared:
         return "; ".join(said)
 
     def sheet(self) -> sheet.Sheet:
-        """The verdicts, the programs' figures, and what is to be said of them."""
+        """The page: the verdicts, the programs' figures, and remarks on them."""
         rows: list[list[str]] = []
         for number, program in enumerate(self.programs):
             verdict = self.trial.verdicts.get(number)

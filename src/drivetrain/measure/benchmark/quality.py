@@ -9,7 +9,7 @@ mathematics: any figure's), or a run did not complete that the first variant com
 seeds never give a PASS. While a variant is INCONCLUSIVE, more seeds are trained, up to `max_seeds`.
 
 PASS and FAIL are each decided at a level of 5 % for all variants and all looks at the seeds together: over the variants by Holm's
-step-down procedure (1979), over the figures of which one is enough for a FAIL by Bonferroni's inequality, over the looks by
+step-down procedure (1979), over the figures (one is enough for a FAIL) by Bonferroni's inequality, over the looks by
 alpha spending (Lan & DeMets 1983) with Pocock's spending function. The margin is measured on the same seeds, so its own
 uncertainty counts too (that of a standard deviation of normal values), unless `margin` gives it.
 

@@ -85,7 +85,7 @@ class Certified:
     reference: Trace
     roundoff: float  # of the coarser of the two
     different: Keys = ()
-    unmoved: Sequence[str] = ()  # what is to change training and did not
+    unmoved: Sequence[str] = ()  # settings that should have changed training and did not
 
     @property
     def unseen(self) -> list[str]:

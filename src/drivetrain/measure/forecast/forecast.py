@@ -94,7 +94,7 @@ def peak_memory(
 
 def sharded(parts: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
     """Divide what the ranks share. A block's weights are gathered while the one before it computes, its gradients are whole."""
-    own = 0.0 if ranks.offloaded else 1 / ranks.shards  # of what is divided
+    own = 0.0 if ranks.offloaded else 1 / ranks.shards  # of the parts that are divided
     gathered = parts[rehearsal.PARAMETERS] if ranks.keeps_gathered else 2 * ranks.largest_block
     gradients = parts[rehearsal.GRADIENTS] if ranks.whole_gradients else own * parts[rehearsal.GRADIENTS] + ranks.largest_block
     return {
@@ -234,7 +234,7 @@ def _notes(job: Job, device: str) -> Iterator[str]:
             "samples: the figures are those of the smallest"
         )
     elif batch.untried and device == HERE and run.runtime.device_type() == "cpu":
-        yield f"{run.named('batch')}: on a CPU its limit is for the process, of which the tensors are forecast: fewer samples fit"
+        yield f"{run.named('batch')}: a CPU's limit is the whole process, and only tensors are forecast: fewer samples fit"
     if batch.grow_every:
         yield "batch.grow_every: an update is forecast as the first one, the smallest; the time of the run counts the growth"
     if job.composed.recipe is not None and job.composed.recipe.claim is not None:
@@ -304,7 +304,7 @@ class Forecast:
 
 @dataclass
 class Subject:
-    """A plan, and a trainer that was built for it here, with what is known of the device."""
+    """A plan, and a trainer that was built for it here, with the device's limits."""
 
     plan: PlannedRun
     ranks: Ranks
@@ -454,7 +454,7 @@ RECOMPUTED = "checkpointing=blocks"  # its step is that of the trainer as it is,
 
 
 def candidates(planned: PlannedRun) -> Iterator[str]:
-    """Overrides that change speed or memory, and not what is trained, as far as the run does not have them.
+    """Overrides that change speed or memory and not the training, without those that the run has.
 
     First those that help most to make a run fit, which are also quick to forecast: there may be no time for all.
     """
@@ -559,7 +559,7 @@ def _memory(found: Forecast) -> str:
 
 
 def _facts(found: Forecast) -> dict[str, str]:
-    """What is forecast of a run, by its name; "" where there is nothing to say."""
+    """The forecast's remark on a figure, by its name; "" for none."""
     step, pace, peak, tensors = found.step_s, found.samples_per_second, found.peak_bytes, found.tensors_bytes
     samples, in_process, largest = round(pace * step.value), peak != tensors, found.largest_micro_batch
     split = f" in {found.micro_batches} micro-batches" if found.micro_batches > 1 else ""

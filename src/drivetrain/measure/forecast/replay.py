@@ -111,7 +111,7 @@ _TABLE: dict[str, tuple[str, float, float, float, str]] = {
 }
 NAMES = (HERE, *_TABLE)
 # Seen: an eager update that launches bound took 2.0 ms (bench/results/gpu-speed-nvidia-h200.json, mlp, ours none): divided by its
-# operations as they are counted here, of which one may be several launches.
+# operations as they are counted here; one may be several launches.
 SEEN_HOST_S = {"h200": Uncertain(22e-6, 16e-6, 30e-6)}
 FORMATS = ("float32", "tf32", "bfloat16", "float16")
 
@@ -173,7 +173,7 @@ def step_time(
     tf32: Collection[str] = (),
     compiled: CompiledShares = EAGER,
 ) -> StepTime:
-    """Return the time of an update's operations on a device, of which some were `timed` here, by their signatures.
+    """Return the time of an update's operations on a device; `timed` has those measured here, by their signatures.
 
     Operations of the kinds in `tf32` compute float32 in TensorFloat-32.
     """
@@ -344,7 +344,7 @@ def _on_device(operation: rehearsal.Operation, device: torch.device) -> int:
 
 
 LAYERS, WIDTH = 32, 16  # of the network whose operations are too small to take time themselves
-COPIED, LOOK_S = 2**27, 0.3  # bytes, more than every cache; seconds of each part of the look, of which the first call prepares
+COPIED, LOOK_S = 2**27, 0.3  # bytes, more than every cache; seconds of each part of the look; its first call prepares
 # The time of a step on this kind of device, divided by its forecast: median and range of the calibration's configurations
 # (`python -m bench.forecast --pool calibration`), which are not those that the forecast is tested on.
 CORRECTION = {"cpu": Uncertain(1.08, 0.63, 1.68)}

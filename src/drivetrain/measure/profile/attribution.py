@@ -119,7 +119,7 @@ def attribute(
 
 
 def _described(line: CodeLine, operations: Sequence[TimedOperation], updates: int, spent: Spent, reading: float) -> CodeLine:
-    """The line with what is known of its operations, and of its seconds, of which some are spent on `reading`."""
+    """The line with its operations and seconds; some of these are spent on `reading`."""
     names, created = Counter[str](), Counter[str]()
     for o in operations:
         names[o.name] += o.ms + o.backward_ms  # type: ignore[assignment]

@@ -108,7 +108,7 @@ def _ranks(profile: StepProfile, job: Job, ranks: int) -> Iterator[Problem]:
 
 
 def _now_and_then(profile: StepProfile, save_every: int | None, evaluate_every: int) -> Iterator[Problem]:
-    """The problems of what is no part of an update: saving, after so many updates and each epoch, and evaluating."""
+    """The problems outside of updates: saving (each so many updates, and each epoch), and evaluating."""
     epoch_s, epochs = profile.updates * profile.step_ms / 1e3, profile.run_updates / max(1, profile.updates)
     saves = 1 + (profile.updates // save_every if save_every else 0)
     saving_s, evaluation_s = saves * (profile.saving_s or 0.0), profile.evaluation_s / evaluate_every  # of an epoch
@@ -131,7 +131,7 @@ def _now_and_then(profile: StepProfile, save_every: int | None, evaluate_every: 
 
 
 def _own_lines(profile: StepProfile) -> Iterator[Problem]:
-    """The problems of the user's own lines, whatever they do; for what is known, with its remedy."""
+    """The problems of the user's own lines, with a remedy where one is known."""
     spread: defaultdict[str, list[CodeLine]] = defaultdict(list)  # over several lines of a function, each of which takes little
     for line in (line for line in profile.lines if not line.reads_data):
         certain, created_ms = line.interval.low, sum(line.created_ms.values())
@@ -261,7 +261,7 @@ def verdicts(found: Diagnosis) -> sheet.PagePart:
 
 
 def profiled(found: Diagnosis) -> list[sheet.Section]:
-    """The parts of an update's time: its phases, and the lines of the user's code; and what is beside the updates."""
+    """The parts of an update's time: its phases, and the lines of the user's code; and the time outside of updates."""
     profile = found.profile
     flops = intervals.mean([turn.flops / 1e12 for turn in profile.turns])
     limits = f"this device: {_between(flops, '{:.3f}')} TFLOP/s of matrix products, {profile.bandwidth / 1e9:.0f} GB/s of copying"
@@ -338,7 +338,7 @@ Gain = tuple[compare.Row, compare.Row]  # of overrides that are faster than the 
 
 @dataclass
 class Diagnosis:
-    """The doctor's findings: where a step's time goes, what costs time, the dearest first, and what is faster."""
+    """The doctor's findings: where a step's time goes, the problems (dearest first), and faster settings."""
 
     profile: StepProfile
     problems: list[Problem]

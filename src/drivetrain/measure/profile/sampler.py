@@ -71,7 +71,7 @@ class _Instants:
         self._next = self._before.wall + self._pause()
 
     def _pause(self) -> float:
-        return SAMPLE_S * self._draw.uniform(0.5, 1.5)  # not even: it could keep in step with what is sampled
+        return SAMPLE_S * self._draw.uniform(0.5, 1.5)  # not even: it could keep in step with the sampled code
 
     def count(self, frame: FrameType | None) -> float:
         """Count the instants since the last call at what `frame` does. Return the seconds until the next one."""

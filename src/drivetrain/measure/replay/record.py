@@ -294,7 +294,7 @@ def at(place: int, batch: MicroBatch) -> torch.Tensor:
 
 
 def size(tensor: torch.Tensor) -> float:
-    """The norm of a tensor, of which this rank may have a part."""
+    """The norm of a tensor, also where this rank has only a part."""
     norm = torch.linalg.vector_norm(tensor.detach(), dtype=sum_dtype(tensor.device))
     return float(getattr(norm, "full_tensor", lambda: norm)())
 

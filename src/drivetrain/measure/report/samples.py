@@ -88,7 +88,7 @@ def _drawn(
 
 
 def _confusion(samples: Sequence[ShownSample], names: Sequence[str]) -> JsonObject:
-    """The counts of which class was taken for which, as metrics=confusion_matrix makes them."""
+    """The counts of classes by predicted class, as metrics=confusion_matrix makes them."""
     counts = Counter(pair for sample in samples for pair in sample.pairs)
     return {"rows": names, "columns": names, "values": [[counts[n, m] for m in range(len(names))] for n in range(len(names))]}
 

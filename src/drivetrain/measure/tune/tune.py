@@ -54,7 +54,7 @@ NEAR = (0.5, 1.0, 2.0)  # of the noise scale: the batches that are tried
 
 
 def soonest_batch(target: str, seeds: int, budget_s: float, overrides: list[str], config_dirs: Sequence[str], job: Job) -> int:
-    """Measure the noise scale, train the batches near it to the target, rank them, and say what is sooner beyond doubt."""
+    """Measure the noise scale, train the batches near it to the target, rank them, and name those certainly sooner."""
     reach = quality.reach_of(quality.QualitySettings(target=target), job.run)
     if not job.run.batch.fixed_micro_batches or reach is None:
         raise UserError(f"tune target={target} tries values of batch.global_batch: set batch=fixed or batch=accumulate")
@@ -169,7 +169,7 @@ CONFIDENCE = 0.8  # of the search: a candidate that it accepts is proven afterwa
 SUSPECTS = ("precision", "batch", "compile", "surgery", "checkpointing")  # groups that may change a result, the likeliest first
 
 
-# By what is searched: the titles of the stages, and for each the candidates, which exclude each other.
+# By kind of search: the titles of the stages, and for each the candidates, which exclude each other.
 Propose = Callable[[Job], list[str]]
 LOADERS: dict[str, Propose] = {"how data is read": loaders}
 MICRO_BATCHES: dict[str, Propose] = {"how a batch is split": micro_batches}
@@ -402,7 +402,7 @@ def _range_test(overrides: Sequence[str], config_dirs: Sequence[str], settings: 
 def _report(
     tuning: Tuning, proof: Row | None, tested: RangeTest | None, job: Job, argv: Sequence[str], recipe: Path | None
 ) -> None:
-    """Print the notes and what is kept, as a command and a recipe; write tune.json and the page."""
+    """Print the notes and the kept settings, as a command and a recipe; write tune.json and the page."""
     place = verbs.folder(job, "tune")
     echo()
     for note in tuning.notes:

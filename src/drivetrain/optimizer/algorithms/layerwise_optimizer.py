@@ -1,4 +1,4 @@
-"""Optimizers whose updates need norms of whole parameters, of which a rank may hold a part."""
+"""Optimizers whose updates need norms of whole parameters, even where a rank holds only a part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LayerwiseOptimizer(FlatOptimizer):
     ) -> None:
         """Take part of each parameter: `sums` adds up numbers over the ranks, `norm` is that of the whole model's gradients.
 
-        Without sums these are whole parameters, of which other ranks have others.
+        Without sums these are whole parameters, and other ranks have others.
         """
         self._sums, self._norm, self.own_work = sums or list, norm, sums is not None
 

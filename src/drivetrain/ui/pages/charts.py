@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 WIDTH, HEIGHT = 340, 190  # of a chart in its own units, near the pixels that it is shown in
-LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 34  # of what is around the curves
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 34  # around the curves
 MAX_POINTS = 160  # of a curve
 COLOURS, DASHES = 8, 4
 NAMED = 16  # curves that the key below a chart names
-WHOLE = ("updates", "samples", "round")  # what is counted: no axis of it has half a number
+WHOLE = ("updates", "samples", "round")  # counts: no axis of them has half a number
 SMALLEST, LARGEST = 1e-100, 1e100  # values that are shown; smaller ones count as 0
 
 
@@ -64,8 +64,8 @@ def curves(
 ) -> str:  # fmt: skip
     """A chart of curves over `x`, the first `dots` of them as dots; "" where there is no point. `keyed`: their names stand below.
 
-    `log` axes leave out what is not above 0. `zero` begins the vertical axis at 0. `marks` are named vertical lines. `kind` is a
-    class of the figure. With `names` the values along `x` are the numbers of these.
+    `log` axes leave out values that are not above 0. `zero` begins the vertical axis at 0. `marks` are named vertical lines.
+    `kind` is a class of the figure. With `names` the values along `x` are the numbers of these.
     """
     given = sorted(given, key=lambda curve: curve.faint)
     drawable = [(n, curve.name, _drawable(curve.points, log, log_x)) for n, curve in enumerate(given)]
@@ -195,7 +195,7 @@ def key(numbered: Sequence[tuple[int, str]]) -> str:
     return f'<ul class="key">{lines}</ul>'
 
 
-MOST_CLASSES = 30  # of a matrix that is shown whole; of a larger one, what is confused the most
+MOST_CLASSES = 30  # of a matrix that is shown whole; of a larger one, the classes confused most
 ROWS = 40  # of a table of classes
 SHARES = ("precision", "recall", "f1", "iou")  # columns that get a bar
 

@@ -109,7 +109,7 @@ def verdict(runs: Sequence[RunFiles], target: Target = None) -> str:
     if len(runs) == 1:
         return _of_one(runs[0])
     completed = sum(run.status == "completed" for run in runs)
-    of = f"Of {len(runs)} runs" + (f", {completed} of which completed," if completed < len(runs) else ",")
+    of = f"Of {len(runs)} runs" + (f", {completed} completed," if completed < len(runs) else ",")
     if target is not None:
         return f"{of} {_first_at(runs, target)}"
     metrics = {run.metric for run in runs if run.metric}
@@ -176,7 +176,7 @@ def _of_one(run: RunFiles) -> str:
     took = f"{duration(result.wall_s)} with the start"
     length = f"{epochs} in {took}"
     if result.resumed_at:
-        length = epochs if result.trained_nothing else f"{epochs}, of which those since {result.resumed_at:,} took {took}"
+        length = epochs if result.trained_nothing else f"{epochs}; those since {result.resumed_at:,} took {took}"
     on = f" on {result.world_size} × {result.device}" if result.device and result.world_size > 1 else ""
     if run.status == "completed":
         early = f"the run stopped early: {result.stopped}" if result.stopped else "the run completed"

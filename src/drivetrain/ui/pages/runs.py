@@ -119,7 +119,7 @@ def sheet_of(
 
 
 def _came_of(run: RunFiles) -> list[Section]:
-    """What came of a run: where it is, what is to be said of it, and its results."""
+    """A run's outcome: its place, remarks, and results."""
     began = float(run.environment.get("time") or 0)
     started = [time.strftime("started %Y-%m-%d %H:%M", time.localtime(began))] if 0 < began < 1e11 else []
     body: list[Section] = [remarks(" · ".join([*place_of(run), *started]))]
@@ -135,7 +135,7 @@ def _took(run: RunFiles) -> list[Section]:
 
 
 def _compared(runs: Sequence[RunFiles], repeats: Table | None, target: Target, folder: Path) -> list[Section]:
-    """The table of several runs, what is the same of all, and the rows over seeds and folds."""
+    """The table of several runs, the settings they share, and the rows over seeds and folds."""
     ranked, of = target is not None, common_target(runs) if target is None else target
     found, same = table(runs, of, ranked).differing(always=3)
     said = [f"Curves are those of the best {MAX_CURVES}."] if len(runs) > MAX_CURVES else []
