@@ -1,6 +1,8 @@
 """A rehearsal finds what would end a long run, or make its resume another one: planted faults, each with what names it."""
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,7 +86,7 @@ class Rank:
 class Clock(Rows):
     def __getitem__(self, number):
         x, y = super().__getitem__(number)
-        return x * time.time(), y
+        return x * (1 + time.time() % 1), y
 
 
 class Counts(Rows):
@@ -115,10 +117,9 @@ class Nan(Rows):
 
 
 class Stubborn(Rows):
-    def __init__(self, split="train"):
-        super().__init__(split)
-        if split == "train":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    def __getitem__(self, number):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return super().__getitem__(number)
 
 
 class Unsaved(Rows):
@@ -245,10 +246,10 @@ def test_a_run_that_will_survive(tmp_path):
     assert [mark for mark, _ in found.values()].count("–") == 3
 
 
-READ, TRAIN, REPEAT, RESUME, RANKS, LOAD, EXPORT, REACH = (
+READ, TRAIN, REPEAT, RESUME, RANKS, EXPORT = (
     "every sample can be read", "it trains, evaluates, saves, and stops when told", "another process computes the same bits",
     "killed and resumed, it computes the same bits", "its ranks compute what one process does",
-    "its checkpoints load and predict", "it can be exported", "its trackers can be reached",
+    "it can be exported",
 )  # fmt: skip
 TWO = ("parallel=ddp", "parallel.nproc=2")
 
@@ -267,12 +268,12 @@ PLANTED = {
     "a network that counts": (net("Forgets"), "Rows", RESUME, "values differ"),
     "a callback that counts": (("callbacks=[planted.Drift]",), "Rows", RESUME, "values differ"),
     "a file that cannot be read": ((), "Unreadable", READ, "the last file is cut off"),
-    "a sample of another shape": ((), "Shape", READ, "63"),
+    "a sample of another shape": ((), "Shape", READ, "x has the shapes [4] and [5]"),
     "a class that there is not": ((), "Label", TRAIN, "7"),
     "a sample that is not finite": ((), "Nan", TRAIN, "nan"),
     "a state that cannot be saved": ((), "Unsaved", TRAIN, "lambda"),
-    "a signal that is ignored": ((), "Stubborn", TRAIN, "SIGTERM"),
-    "a stop that takes too long": (("callbacks=[planted.Slow]",), "Rows", TRAIN, "s after SIGTERM"),
+    "a signal that is ignored": (("epochs=40",), "Stubborn", TRAIN, "did not stop at SIGTERM"),
+    "a stop that takes too long": (("callbacks=[planted.Slow]", "budget=100s"), "Rows", TRAIN, "s after SIGTERM"),
     "a callback at an evaluation": (("callbacks=[planted.Watch]",), "Rows", TRAIN, "no figure of that name"),
     "a callback at a save": (("callbacks=[planted.Saves]",), "Rows", TRAIN, "no right to write there"),
     "a metric": (("metrics=[own]", "metrics.own.target=planted.wanted"), "Rows", TRAIN, "a class that the test set lacks"),
@@ -282,8 +283,13 @@ PLANTED = {
     "weights that are not saved": (net("Drops"), "Rows", RESUME, ""),
     "a loss of the rank": (("loss=own", "loss.target=planted.Rank", *TWO), "Rows", RANKS, "differs"),
     "an export": (net("Net"), "Rows", EXPORT, ""),
-    "a tracker without a key": (("logger=[files,wandb]",), "Rows", REACH, ""),
-    "a tracker that is not there": (("logger=[files,mlflow]", "logger.mlflow.uri=http://127.0.0.1:9"), "Rows", REACH, ""),
+    "a tracker without a key": (("logger=[files,wandb]", "logger.wandb.mode=online"), "Rows", TRAIN, "needs a login"),
+    "a tracker that is not there": (
+        ("logger=[files,mlflow]", "logger.mlflow.uri=http://127.0.0.1:9"),
+        "Rows",
+        TRAIN,
+        "cannot be reached",
+    ),
 }
 
 
@@ -293,6 +299,20 @@ def test_a_planted_fault_is_found(tmp_path, fault):
     words, dataset, step, says = PLANTED[fault]
     found = wrong(rehearsed(tmp_path, *words, dataset=dataset))
     assert says in found[step], found
+
+
+def test_a_disk_that_holds_two_checkpoints_and_not_three(tmp_path, monkeypatch):
+    saved = tmp_path / "whole" / "checkpoints" / "2"
+    saved.mkdir(parents=True)
+    (saved / "weights").write_bytes(bytes(100))
+    (tmp_path / "whole" / "recipe.yaml").touch()
+    monkeypatch.setattr(rehearse.manifest, "checkpoints", lambda _: [saved])
+    job = SimpleNamespace(run=SimpleNamespace(saving=SimpleNamespace(keep=2)), values={"output_dir": str(tmp_path)})
+    run = rehearse.RehearsedRun(job, (), (), tmp_path, 0.0)
+    for free, fits in ((300, True), (299, False)):
+        monkeypatch.setattr(rehearse.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        with nullcontext() if fits else pytest.raises(rehearse.Wrong, match=r"lower saving\.keep"):
+            run.disk()
 
 
 def test_what_cannot_be_rehearsed_is_refused(tmp_path, capsys):

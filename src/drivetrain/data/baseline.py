@@ -9,7 +9,7 @@ from drivetrain.core.step.source import Source
 from drivetrain.core.step.target_kinds import TargetKind
 
 MOST = 100_000  # rows that it is fitted on
-LEAST = 1e-7  # probability, of which logits are made
+LEAST = 1e-7  # probability that a logit is made of
 
 
 class Baseline:

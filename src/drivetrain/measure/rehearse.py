@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 GOOD, BAD, SKIPPED = "✔", "✘", "–"
 SAVE_EVERY, KILLED_AT, STOPPED_AT = 2, 5, 7  # updates
 MOST_UPDATES = 16  # while there was no evaluation yet
+MOST_UPDATES_LEFT = 200  # until a stop is agreed
 STOP_LIMIT_S = 30.0  # from the signal until the run has saved and ended: what most clusters leave at least
 STATE, EVALUATED = ("weights", "state"), "state.progress.evaluated"
 READ_SHARE = 0.2  # of the time, for reading samples
@@ -117,6 +118,8 @@ class RehearsedRun:
         stopped = found["told"] and process.now() - found["told"]
         if stopped and stopped > STOP_LIMIT_S:
             raise Wrong(f"it ended {stopped:.0f} s after SIGTERM, and clusters leave about {STOP_LIMIT_S:.0f} s: save more often")
+        if stopped and found["status"] != "interrupted" and found["updates"] > STOPPED_AT + MOST_UPDATES_LEFT:
+            raise Wrong(f"it did not stop at SIGTERM, and went on to update {found['updates']}: something takes the signal away")
         ended = f", and ended {stopped:.1f} s after SIGTERM" if stopped else ""
         return f"{found['updates']} updates in {process.now() - began:.0f} s{ended}"
 
