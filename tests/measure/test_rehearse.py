@@ -307,12 +307,12 @@ def test_a_disk_that_holds_two_checkpoints_and_not_three(tmp_path, monkeypatch):
     (saved / "weights").write_bytes(bytes(100))
     (tmp_path / "whole" / "recipe.yaml").touch()
     monkeypatch.setattr(rehearse.manifest, "checkpoints", lambda _: [saved])
-    job = SimpleNamespace(run=SimpleNamespace(saving=SimpleNamespace(keep=2)), values={"output_dir": str(tmp_path)})
-    run = rehearse.RehearsedRun(job, (), (), tmp_path, 0.0)
+    run = SimpleNamespace(saving=SimpleNamespace(keep=2), values={"output_dir": str(tmp_path)})
+    found = rehearse.RehearsedRun(SimpleNamespace(run=run), (), (), tmp_path, 0.0)
     for free, fits in ((300, True), (299, False)):
         monkeypatch.setattr(rehearse.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
         with nullcontext() if fits else pytest.raises(rehearse.Wrong, match=r"lower saving\.keep"):
-            run.disk()
+            found.disk()
 
 
 def test_what_cannot_be_rehearsed_is_refused(tmp_path, capsys):
