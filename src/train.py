@@ -4,7 +4,7 @@ import os
 import sys
 
 os.environ.setdefault("PYTHONSAFEPATH", "1")  # neither do the interpreters that libraries start from this one
-if sys.path[0] in ("", os.getcwd()):  # Python puts it there; nothing is imported from it without trust
+if not sys.path[0] or sys.path[0] == os.getcwd():  # Python puts it there; nothing is imported from it without trust
     del sys.path[0]
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # works uninstalled, too
 

@@ -9,7 +9,7 @@ if (
     sys.argv[:1] == ["-m"]  # Python looks for the module, whose word stands before the arguments
     and "drivetrain" in sys.orig_argv[-len(sys.argv)].partition(".")[0]
     and not sys.flags.safe_path
-    and sys.path[0] in ("", os.getcwd())
+    and (not sys.path[0] or sys.path[0] == os.getcwd())
 ):
     del sys.path[0]
 

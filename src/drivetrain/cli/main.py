@@ -58,6 +58,8 @@ def _answer(error: Exception) -> tuple[int, Sequence[str]]:
         return FAILED, [limit]
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return BAD_CONFIG, [f"{str(error.filename)[:60]}… is too long for the name of a file"]
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # os.getcwd()
+        return BAD_CONFIG, ["the working directory is not there any more: change to one that is"]
     if (reason := _of_the_disk(error)) is not None:
         place = getattr(error, "filename", None) or "what this command writes"  # a library in C or Rust names no file
         return FAILED, [f"{place} cannot be written: {reason}. Make room, or give another place"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,6 +145,11 @@ def prepare(
     `hydra` holds Hydra's settings of a single run; among the overrides they are refused.
     `cell` is used instead of `recipe=`: the recipe that was read already, or one cell of its sweep, for which `of_cell` stand.
     """
+    refuse(
+        f"{text!r} is no UTF-8, as a run's files are: give it another name"
+        for text in (os.getcwd(), *overrides)
+        if _is_bytes(text)
+    )
     overrides = directory.with_last(overrides)
     asked = {key_of(word): word.partition("=")[2] for word in overrides}
     resume = os.path.expanduser(asked.get("resume", "null").strip("'\""))
@@ -165,6 +171,11 @@ def prepare(
     if job.run_dir is None and named is not None and (wrong := list(directory.cannot_take(named, "hydra.run.dir"))):
         raise UserError(wrong)
     return job
+
+
+def _is_bytes(text: str) -> bool:
+    """True if a text stands for bytes that are no UTF-8, as a file's name may."""
+    return bool(re.search("[\ud800-\udfff]", text))
 
 
 def prepare_run(words: Sequence[str], config_dirs: Sequence[str] = ()) -> Job:

@@ -69,7 +69,7 @@ def remove_working_directory() -> None:
     The interpreters that libraries start from this one by -m or -c do not import from there either.
     """
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    if not sys.flags.safe_path and sys.path and sys.path[0] in ("", os.getcwd()):
+    if not sys.flags.safe_path and sys.path and (not sys.path[0] or sys.path[0] == os.getcwd()):
         del sys.path[0]
 
 

@@ -117,8 +117,8 @@ def parse_each(overrides: Iterable[str], form: str, problems: list[str]) -> Iter
             inner = next((c for c in text.partition("=")[2] if c in "=<>"), None)
             if not quotes and "{" in text and inner is not None:
                 quotes = f": a text with {inner} within braces needs quotes of its own, as in key='{{inner: \"a>=1\"}}'"
-            if not quotes and "{" in text:  # shards, as train-{000..009}.tar
-                quotes = _with_braces(text)
+            if not quotes and ("{" in text or "/" in text):  # shards, as train-{000..009}.tar; a path with a sign of the grammar
+                quotes = _as_it_parses(text)
             if not quotes and (letter := next((c for c in text if not c.isascii()), None)) is not None:
                 quotes = f": put texts with letters such as {letter} in quotes"
             problems.append(f"{text!r} is not of the form {form}{quotes}")
@@ -126,13 +126,13 @@ def parse_each(overrides: Iterable[str], form: str, problems: list[str]) -> Iter
         yield text, parsed
 
 
-def _with_braces(text: str) -> str:
-    """The hint for a value in braces, of the first form that can be parsed: keys without quotes, or a text in quotes."""
+def _as_it_parses(text: str) -> str:
+    """The hint for a value with braces or for a path, of the first form that can be parsed."""
     from hydra.errors import HydraException
 
     key, _, value = text.partition("=")
     unquoted = re.sub(r"""(['"])((?:(?!\1).)*)\1\s*:""", lambda found: f"{_key(found[2])}:", value)
-    quoted = "a value with braces needs quotes of its own within the shell's"
+    quoted = f"{'a value with braces' if '{' in value else 'such a path'} needs quotes of its own within the shell's"
     for why, form in (("keys in braces need no quotes", unquoted), (quoted, f'"{value}"'), (quoted, format_value(value))):
         with contextlib.suppress(HydraException):
             parse(f"{key}={form}")
