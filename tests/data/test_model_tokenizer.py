@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import drivetrain
 from drivetrain.core.errors import UserError
+from drivetrain.data.tokenizer import OfModel
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.loaded import load
 from tests.support import later
@@ -120,6 +122,29 @@ def test_a_run_trains_and_predicts_by_the_models_tokenizer(which, request, tiny,
     ids = loaded.transforms.read_text("ab end").tolist()
     expected = own("ab end")["input_ids"]
     assert ids == (expected if which == "bert" else [own.eos_token_id, *expected])
+
+
+def _replace(content: str, **pattern: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "times"),
+    [
+        ([_replace("aa", String="a")] * 40, "1,099,511,627,776"),
+        ([_replace("x", Regex="b*")] * 40, "1,099,511,627,776"),
+        ([_replace("xx", String="")] * 40, "12,157,665,459,056,928,768"),
+        ([{"type": "Prepend", "prepend": "a" * 70_000}], "70,000"),
+        ([_replace("\u2581", String=" "), {"type": "Prepend", "prepend": "\u2581"}, _replace(" ", Regex=" {2,}")], ""),
+        ([_replace("\u0627", Regex="[\u0623\u0625]")] * 40 + [{"type": "NFC"}], ""),
+    ],
+)
+def test_a_strangers_tokenizer_that_makes_texts_endless_is_refused(normalizer, times, bert):
+    """40 steps, each of which doubles a text, would fill any memory at the first text."""
+    file = bert / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "normalizer": {"type": "Sequence", "normalizers": normalizer}}))
+    with pytest.raises(UserError, match=f"make a text {times} times as long") if times else nullcontext():
+        assert OfModel.read(file, {})(["a b"])
 
 
 def test_weights_with_a_tokenizer_do_not_get_other_tokens(bert, make):

@@ -14,7 +14,7 @@ from typing import Any
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.machine.forking import answer_of
+from drivetrain.core.machine.forking import answer_of, limit_memory
 from drivetrain.core.options.allowed import ColumnName
 from drivetrain.core.options.option import Count, RunSpec, needs_extra
 from drivetrain.data.base import Splits
@@ -30,7 +30,8 @@ ONES = [
 ]  # fmt: skip
 TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 
-MOST_TEMPLATE, TEMPLATE_S = 2**16, 10.0  # characters of a chat template, and seconds for its first two messages
+MOST_TEMPLATE = 2**16  # characters of a chat template
+TEMPLATE_S, MOST_MEMORY = 10.0, 1 << 30  # seconds and bytes for its first two messages
 
 logger = logging.getLogger(__name__)
 
@@ -270,7 +271,8 @@ class ChatTemplate:
         return [end for end in dict.fromkeys([after, self.special.get("eos_token", "")]) if end]
 
     def try_once(self, answer: Callable[[bool], None]) -> None:
-        """Write two messages, whatever it says of them, and answer."""
+        """Write two messages, whatever it says of them, and answer. For a process of its own, whose memory is limited."""
+        limit_memory(MOST_MEMORY)
         with suppress(DataError):
             self.prompt([{"role": "user", "content": "question"}, {"role": ANSWERS, "content": "answer"}])
         answer(True)

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import re
 from abc import ABC, abstractmethod
@@ -32,6 +33,7 @@ from drivetrain.data.untrusted import digest_of
 KEPT = "tokenizer.json"  # in the run's directory
 SETTINGS = "tokenizer_config.json"  # beside the file of a model's own tokenizer
 MOST_DIGITS = 7  # of a token's number in a tokenizer.json
+MOST_GROWTH = 2**16  # times as long a text may become before it has tokens
 LISTS = ("vocab", "merges")  # of a model of byte pairs; the rest are settings
 SWITCHES = dict[str, bool | None]
 
@@ -212,7 +214,11 @@ class BytePairs(Tokenizer):
             if far := re.search(rf'"\s*:\s*(\d{{{MOST_DIGITS + 1},}})', text):  # the library takes memory for all numbers below
                 raise ValueError(f"a number of {len(far[1])} digits, and those of tokens have at most {MOST_DIGITS}")
             with _errors_of_the_library():
-                return BytePairs(Tokenizer.from_str(text))
+                made = Tokenizer.from_str(text)
+                steps = [json.loads(part.__getstate__()) for part in (made.normalizer, made.decoder) if part is not None]
+            if (times := _growth(steps)) > MOST_GROWTH:
+                raise ValueError(f"it may make a text {times:,.0f} times as long, and at most {MOST_GROWTH:,} times is good")
+            return BytePairs(made)
         except (OSError, ValueError) as error:
             raise UserError(f"{key}={path} is no tokenizer of the tokenizers library: {error}") from None
 
@@ -298,6 +304,19 @@ def _is_byte_pairs(model: object) -> bool:
 def _is_plain(part: object, kind: str) -> bool:
     """True if it is this part, and each of its settings is on, off or null."""
     return isinstance(part, dict) and part.get("type") == kind and fits({k: v for k, v in part.items() if k != "type"}, SWITCHES)
+
+
+def _growth(part: Any) -> float:
+    """How many times as long a part of the library may make a text: each of its steps may double what the one before made."""
+    if isinstance(part, list):
+        return math.prod(map(_growth, part))
+    if part["type"] == "Sequence":
+        return _growth(part.get("normalizers") or part.get("decoders") or [])
+    if part["type"] not in ("Replace", "Prepend"):
+        return 1.0
+    pattern = part.get("pattern", {"String": "a"})
+    between = re.search(r"[*?|^$(\\{]", pattern.get("Regex", "")) or "" in pattern.values()  # two letters, which stay
+    return max(1.0, len(part.get("content", part.get("prepend"))) / max(1, len(pattern.get("String", ""))) + bool(between))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import mmap
 import multiprocessing
 import os
 import signal
@@ -169,6 +170,15 @@ LIMIT_S = 1800.0  # of work that does not say how long it may take: one that han
 MOST_READ = 4096  # bytes of the end of what it printed
 
 T = TypeVar("T")
+
+
+def limit_memory(more: int) -> None:
+    """Let this process take so many bytes more than it has: the next are a MemoryError. Linux alone."""
+    import resource
+
+    with contextlib.suppress(OSError, ValueError):  # ValueError: it may take less already
+        most = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * mmap.PAGESIZE + more
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 class NoAnswer(UserError):
