@@ -258,7 +258,7 @@ def load_peft(model: torch.nn.Module, folder: Path, own: Mapping[str, object]) -
         }
         heads = [f".{head}." for head in config.get("modules_to_save") or ()]
         given = {name.removeprefix(BEFORE): t for name, t in safetensors.torch.load_file(folder / WEIGHTS).items()}
-    except (OSError, ValueError, AttributeError, KeyError, TypeError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, MemoryError, safetensors.SafetensorError) as error:
         raise UserError(f"{setting} is not as peft's save_pretrained writes it ({type(error).__name__}: {error})") from None
     if odd:
         raise UserError(f"{setting} has {', '.join(odd)}, which adapter=lora and adapter=dora do not know: save it merged")

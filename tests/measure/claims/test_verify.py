@@ -92,6 +92,7 @@ def of_metric(mean: float, n: int, sd: float | None = None, metric: str = "accur
 OF_LOSS = of_metric(0.05, 5, 0.005, "loss", 0.0062)
 NO_SPREAD = of_metric(1.0, 5, 0.0, spread=0.0)
 ONE_RUN = of_metric(0.95, 1)
+FORGED_MEDIAN = replace(CLAIM, target=Target("accuracy>=0.9", 5, 5, 3, 400, 3.0))
 CARD = {"kind": "cuda", "device": "a card"}
 OTHER_DATA = {"data": {**DATA, "hash": "0123", "samples": 9}}
 ENDED = "the run with seed 5 ended: "
@@ -164,6 +165,7 @@ def energy(*joules: float | None, **more: Any) -> list[Facts]:
             "target", updates(450, 500, 410), CLAIM, REFUTED,
             "every seed needs more updates than the slowest claimed one: 1.8 % by chance",
         ),
+        ("target", updates(300, 350, 250), FORGED_MEDIAN, UNTOLD, "the median seed needs 100.0 times the claimed updates"),
         ("target", updates(450, 500, None), CLAIM, REFUTED, "every seed needs more updates"),
         ("target", updates(None, None, None), CLAIM, REFUTED, "fewer seeds reach it: 1.8 % by chance"),
         ("target", updates(300, None, 300), CLAIM, HOLDS, "as many seeds reach it"),  # 2 of 3 where 5 of 5 did: 38 % by chance
@@ -537,6 +539,7 @@ SPEED_CLAIM = Claim(
 GPU = replace(SPEED_CLAIM, device=DeviceSection("cuda", "a card"))
 OLD = replace(SPEED_CLAIM, versions={"torch": "1.13.1", "nothing": "9"})
 SLOWER = replace(SPEED_CLAIM, speed=Speed(0.7, (0.65, 0.75), Against({"precision": "fp32"})))
+FORGED = replace(SPEED_CLAIM, speed=Speed(50.0, (0.9, 60.0), Against({"precision": "fp32"})))
 WITH_QUALITY = replace(SPEED_CLAIM, speed=replace(SPEED_CLAIM.speed, quality="PASS"))
 FAILED_QUALITY = Verdict(FAIL, "accuracy worse by 0.5", "accuracy")
 ENDS = replace(row(), error="out of memory", ratio=None)
@@ -550,6 +553,7 @@ ENDS = replace(row(), error="out of memory", ratio=None)
         (SPEED_CLAIM, row((1.7, 1.6, 1.76)), HOLDS, "measured 1.70"),  # 5 % below the lower bound
         (SPEED_CLAIM, row((1.7, 1.6, 1.75)), REFUTED, "slower than claimed: measured 1.70"),
         (SPEED_CLAIM, row((1.5, 0.9, 2.5)), REFUTED, "not faster, the interval includes 1: measured 1.50"),
+        (FORGED, row((1.1, 1.05, 1.15)), UNTOLD, "the claimed interval is too wide to tell: measured 1.10"),
         (SLOWER, row((0.7, 0.66, 0.73)), HOLDS, "measured 0.70"),  # what saves memory may cost time, and says so
         (SLOWER, row((0.5, 0.45, 0.55)), REFUTED, "slower than claimed: measured 0.50"),
         (SPEED_CLAIM, row(device="another"), UNTOLD, "other hardware (another, claimed on a chip, 2 threads): measured 1.91"),
