@@ -16,13 +16,14 @@ import safetensors.torch
 import torch
 
 import drivetrain
+from drivetrain.cli import main
 from drivetrain.core.errors import UserError
 from drivetrain.launch import launcher
 from drivetrain.run import reader
 from drivetrain.saving import checkpoint_io, content, manifest, sharded_checkpoint
 from drivetrain.saving.content import Divided, TensorPart, Undivided, whole
 from tests.saving.test_fuzz import archive_of, members, replaced, sign
-from tests.support import odd
+from tests.support import odd, slow
 
 WEIGHTS = {"w": torch.arange(4.0)}
 
@@ -78,6 +79,35 @@ def test_what_stands_in_place_of_a_file_neither_holds_up_nor_fills_the_memory(ru
         odd.remove(file)
         how(file)
         assert name in passed_over(run)
+
+
+PLACES = (
+    "checkpoints/.writing-6", "metrics.jsonl", "checkpoints/4", "checkpoints/.replaced-6", "checkpoints", "checkpoints/6",
+    "averages", "metrics.csv", "result.json", "trackers.json", "environment.json", "recipe.yaml", "config.yaml", "log.txt",
+    ".lock", ".hydra", "report.html", ".reserve", "ranks",
+)  # fmt: skip
+IN_PLACE = {
+    "a FIFO": lambda file, _: os.mkfifo(file),
+    "a link to nothing": lambda file, elsewhere: file.symlink_to(elsewhere / "made"),
+    "a link to a file": lambda file, elsewhere: file.symlink_to(elsewhere / "precious"),
+    "a link to a folder": lambda file, elsewhere: file.symlink_to(elsewhere),
+}
+
+
+@pytest.mark.parametrize("how", IN_PLACE)
+@pytest.mark.parametrize("place", slow.but(PLACES[:2].__contains__, PLACES))
+def test_a_strangers_run_is_gone_on_with_or_refused_and_nothing_is_touched_outside(once, tmp_path, capsys, place, how):
+    elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "run"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("kept")
+    shutil.copytree(once, run_dir)
+    odd.remove(run_dir / place)
+    IN_PLACE[how](run_dir / place, elsewhere)
+    code = main.main(["train", "-q", f"resume={run_dir}", "updates=6"])
+    said = capsys.readouterr().err
+    assert code == 0 or (code in (1, 2) and "error: " in said and place not in PLACES[:2]), said
+    assert "raceback" not in said
+    assert [(file.name, file.read_text()) for file in elsewhere.iterdir()] == [("precious", "kept")]
 
 
 # --- the manifest ---

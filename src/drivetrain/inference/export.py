@@ -176,7 +176,7 @@ class _Normalized(torch.nn.Module):
 def _atomic(path: Path) -> Iterator[Path]:
     """A file or folder to write, which takes the place of `path` once all went well, with what was written beside it."""
     folder = path.with_name(f".writing-{path.name}")
-    shutil.rmtree(folder, ignore_errors=True)
+    files.remove(folder)
     try:
         with writing(path):
             folder.mkdir(parents=True)
@@ -188,7 +188,7 @@ def _atomic(path: Path) -> Iterator[Path]:
             for made in list(folder.iterdir()):
                 made.replace(path.with_name(made.name))
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        files.remove(folder)
 
 
 @contextmanager

@@ -137,11 +137,8 @@ def _empty(folder: Path) -> None:
         folder.unlink()
     folder.mkdir(exist_ok=True)
     for old in folder.iterdir():
-        mode = old.lstat().st_mode
-        if stat.S_ISDIR(mode):
-            shutil.rmtree(old, ignore_errors=True)
-        elif not (stat.S_ISREG(mode) and PRINTED.fullmatch(old.name)):
-            old.unlink()
+        if not (stat.S_ISREG(old.lstat().st_mode) and PRINTED.fullmatch(old.name)):
+            files.remove(old)
 
 
 def _gather_output(folder: Path) -> None:
@@ -151,7 +148,7 @@ def _gather_output(folder: Path) -> None:
             if printed.stat().st_size:
                 with files.opened(printed, "rb") as part, files.opened(folder / f"{printed.parent.name}.log", "ab") as whole:
                     shutil.copyfileobj(part, whole)
-        shutil.rmtree(launched, ignore_errors=True)
+        files.remove(launched)
 
 
 LEFT_TO_TORCH = "SIGQUIT"  # torch sets handlers for at least one signal: for one that no scheduler sends

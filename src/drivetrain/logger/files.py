@@ -40,7 +40,7 @@ class Files(Logger):
 
         self._held, path = RunDirHandle(run_dir), run_dir / "metrics.jsonl"
         evaluated = update if evaluated is None else evaluated
-        if path.exists():
+        if path.exists() or path.is_symlink():  # a link, which leads outside, is replaced
             found = records.read(path)
             if found.unreadable:
                 logger.warning("%s: %d lines could not be read, and are left out", path, found.unreadable)

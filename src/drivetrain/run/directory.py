@@ -7,7 +7,6 @@ import errno
 import multiprocessing
 import os
 import secrets
-import shutil
 import tempfile
 import time
 import weakref
@@ -84,9 +83,9 @@ def remove(path: Path) -> None:
     """
     kept = _kept.pop(path, None)
     for entry in [] if kept is None else [path / name for name in (*FILES, ".lock", ".hydra") if name not in kept]:
-        shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+        files.remove(entry)
     if kept is None:
-        shutil.rmtree(path, ignore_errors=True)
+        files.remove(path)
     for folder in _missing.pop(path, []):
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -155,7 +154,7 @@ def temporary() -> Iterator[Path]:
     place, before = Path(tempfile.gettempdir()), settings.get("tempdir")
     for old in place.glob("drivetrain-run-*"):
         if not is_locked(old):
-            shutil.rmtree(old, ignore_errors=True)
+            files.remove(old)
     folder = Path(tempfile.mkdtemp(prefix=".drivetrain-run-"))
     with locked(folder):
         folder = folder.rename(place / folder.name[1:])  # now that no other run takes it for a left one
@@ -164,7 +163,7 @@ def temporary() -> Iterator[Path]:
             yield folder
         finally:
             settings["tempdir"] = before
-            shutil.rmtree(folder, ignore_errors=True)
+            files.remove(folder)
 
 
 LAST = "last"  # the word for the newest run below outputs/

@@ -118,9 +118,7 @@ def _begin(run_dir: Path, update: int) -> Path:
     temporary = _temporary(run_dir, update)
     if temporary.parent.is_symlink():
         raise CannotSave(f"{temporary.parent} is a link: a run's checkpoints are written into its own directory")
-    if temporary.is_symlink():
-        temporary.unlink()
-    shutil.rmtree(temporary, ignore_errors=True)
+    files.remove(temporary)
     temporary.mkdir(parents=True)
     return temporary
 
@@ -134,12 +132,12 @@ def _finish(run_dir: Path, update: int, about: Mapping[str, object] | None) -> P
         _fsync(file)
     _fsync(temporary)
     replaced = root / f".replaced-{update}"
-    if target.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists() or target.is_symlink():
+        files.remove(replaced)
         target.rename(replaced)
     temporary.rename(target)
     _fsync(root)
-    shutil.rmtree(replaced, ignore_errors=True)
+    files.remove(replaced)
     return target
 
 
@@ -181,7 +179,7 @@ def remove_unfinished(run_dir: Path) -> None:
     if root.is_symlink():  # refused by the first save
         return
     for left in [*root.glob(".writing-*"), *root.glob(".replaced-*")]:
-        shutil.rmtree(left, ignore_errors=True)  # which follows no link
+        files.remove(left)
 
 
 def updates(run_dir: Path) -> list[int]:

@@ -56,7 +56,7 @@ def writing(run_dir: Path, update: int, temporary: Path | None, needed: int) -> 
         yield
     except BaseException as error:
         if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+            files.remove(temporary)
         reason = reason_of(error)
         if reason is None:
             raise

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from io import BufferedReader, BufferedWriter, TextIOWrapper
@@ -151,6 +152,15 @@ def write_bytes(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def remove(path: Path) -> None:
+    """Remove whatever stands at a path, as far as it can be. What is no folder is not opened: a FIFO would be waited for."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def folder_in(run_dir: Path, name: str) -> Path:
