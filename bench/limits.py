@@ -49,7 +49,7 @@ LIMITS: list[tuple[str, str, str]] = [  # what is limited, its unit, the constan
     ("a chat template", "characters", "data.instructions:MOST_TEMPLATE"),
     ("a chat template's first two messages", SECONDS, "data.instructions:TEMPLATE_S"),
     ("their memory", BYTES, "data.instructions:MOST_MEMORY"),
-    ("what a tokenizer makes of a text", "times its length", "data.tokenizer:MOST_GROWTH"),
+    ("what a tokenizer makes of a text", "times its length", "data.untrusted:MOST_GROWTH"),
     ("layers that a config.json names", COUNT, "model.transformers:MOST_LAYERS"),
     ("modules of a model", COUNT, "core.machine.guards:MOST_MODULES"),
     ("a line of a table or of texts", "characters", "data.untrusted:MOST_LINE"),

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 import os
 import re
 from abc import ABC, abstractmethod
@@ -28,12 +27,11 @@ from drivetrain.core.machine.files import one_at_a_time, parse_json, read_text
 from drivetrain.core.machine.paths import user_cache
 from drivetrain.core.typed import fits
 from drivetrain.data.stored import END, KEY, LABEL, TEXTS, Sample, StoredSamples, damaged, read_index, write_index, write_set
-from drivetrain.data.untrusted import digest_of
+from drivetrain.data.untrusted import MOST_GROWTH, digest_of, growth
 
 KEPT = "tokenizer.json"  # in the run's directory
 SETTINGS = "tokenizer_config.json"  # beside the file of a model's own tokenizer
 MOST_DIGITS = 7  # of a token's number in a tokenizer.json
-MOST_GROWTH = 2**16  # times as long a text may become before it has tokens
 LISTS = ("vocab", "merges")  # of a model of byte pairs; the rest are settings
 SWITCHES = dict[str, bool | None]
 
@@ -216,7 +214,7 @@ class BytePairs(Tokenizer):
             with _errors_of_the_library():
                 made = Tokenizer.from_str(text)
                 steps = [json.loads(part.__getstate__()) for part in (made.normalizer, made.decoder) if part is not None]
-            if (times := _growth(steps)) > MOST_GROWTH:
+            if (times := growth(steps)) > MOST_GROWTH:
                 raise ValueError(f"it may make a text {times:,.0f} times as long, and at most {MOST_GROWTH:,} times is good")
             return BytePairs(made)
         except (OSError, ValueError) as error:
@@ -304,19 +302,6 @@ def _is_byte_pairs(model: object) -> bool:
 def _is_plain(part: object, kind: str) -> bool:
     """True if it is this part, and each of its settings is on, off or null."""
     return isinstance(part, dict) and part.get("type") == kind and fits({k: v for k, v in part.items() if k != "type"}, SWITCHES)
-
-
-def _growth(part: Any) -> float:
-    """How many times as long a part of the library may make a text: each of its steps may double what the one before made."""
-    if isinstance(part, list):
-        return math.prod(map(_growth, part))
-    if part["type"] == "Sequence":
-        return _growth(part.get("normalizers") or part.get("decoders") or [])
-    if part["type"] not in ("Replace", "Prepend"):
-        return 1.0
-    pattern = part.get("pattern", {"String": "a"})
-    between = re.search(r"[*?|^$(\\{]", pattern.get("Regex", "")) or "" in pattern.values()  # two letters, which stay
-    return max(1.0, len(part.get("content", part.get("prepend"))) / max(1, len(pattern.get("String", ""))) + bool(between))
 
 
 @contextlib.contextmanager

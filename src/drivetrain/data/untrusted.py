@@ -6,15 +6,17 @@ import codecs
 import contextlib
 import hashlib
 import lzma
+import math
 import mmap
 import os
+import re
 import stat
 import tarfile
 from collections.abc import Iterable, Iterator
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Annotated
+from typing import Annotated, Any
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import pyarrow as pa
@@ -26,6 +28,7 @@ BYTES_OF_PIXEL = 16  # at most, in any format: four channels of four bytes
 HEADER_BYTES = 1 << 20  # beside the pixels
 MOST_LINE = 1 << 24  # characters of one line of a table or of texts
 MOST_WHOLE = 1 << 30
+MOST_GROWTH = 2**16  # times as long a tokenizer may make a text before it has tokens
 MAPPED = 32 << 20  # bytes of a file that a process keeps mapped, about: pages that were read count as its memory
 FEW_CLASSES = 1000  # so many are believed whatever the number of samples
 Encoding = Annotated[str, Text(r"[A-Za-z0-9_-]{1,20}", "an encoding, such as latin-1")]
@@ -212,3 +215,16 @@ def number_of_classes(highest: int, samples: int, classes: int | None, where: st
             f"{where} has the label {highest:,} in {samples:,} samples: mend it, or set data.classes, if there are so many"
         )
     return classes or found
+
+
+def growth(part: Any) -> float:
+    """How many times as long a part of a tokenizer may make a text: each of its steps may double what the one before made."""
+    if isinstance(part, list):
+        return math.prod(map(growth, part))
+    if part["type"] == "Sequence":
+        return growth(part.get("normalizers") or part.get("decoders") or [])
+    if part["type"] not in ("Replace", "Prepend"):
+        return 1.0
+    pattern = part.get("pattern", {"String": "a"})
+    between = re.search(r"[*?|^$(\\{]", pattern.get("Regex", "")) or "" in pattern.values()  # two letters, which stay
+    return max(1.0, len(part.get("content", part.get("prepend"))) / max(1, len(pattern.get("String", ""))) + bool(between))
