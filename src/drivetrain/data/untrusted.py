@@ -16,11 +16,12 @@ from collections.abc import Iterable, Iterator
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import pyarrow as pa
 from drivetrain.core.options.allowed import Text
+from drivetrain.core.typed import JsonObject
 from drivetrain.data.decoding import DAMAGED
 
 Content = bytes | mmap.mmap  # of a file
@@ -217,7 +218,7 @@ def number_of_classes(highest: int, samples: int, classes: int | None, where: st
     return classes or found
 
 
-def growth(part: Any) -> float:
+def growth(part: JsonObject | list[JsonObject]) -> float:
     """How many times as long a part of a tokenizer may make a text: each of its steps may double what the one before made."""
     if isinstance(part, list):
         return math.prod(map(growth, part))
