@@ -228,4 +228,4 @@ def growth(part: JsonObject | list[JsonObject]) -> float:
         return 1.0
     pattern = part.get("pattern", {"String": "a"})
     between = re.search(r"[*?|^$(\\{]", pattern.get("Regex", "")) or "" in pattern.values()  # two letters, which stay
-    return max(1.0, len(part.get("content", part.get("prepend", ""))) / max(1, len(pattern.get("String", ""))) + bool(between))
+    return max(1.0, len(str(part.get("content", part.get("prepend")))) / max(1, len(pattern.get("String", ""))) + bool(between))
