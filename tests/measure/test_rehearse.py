@@ -315,7 +315,15 @@ def test_a_disk_that_holds_two_checkpoints_and_not_three(tmp_path, monkeypatch):
             found.disk()
 
 
+@pytest.mark.slow
+def test_it_is_rehearsed_where_a_launcher_starts_jobs(tmp_path):
+    assert wrong(rehearsed(tmp_path, "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=9")) == {}
+    assert list(tmp_path.glob("outputs/rehearse/submitit/*/*.out"))
+
+
 def test_what_cannot_be_rehearsed_is_refused(tmp_path, capsys):
+    assert main.main(["rehearse", "model=mlp", "hydra/launcher=joblib"]) == 2
+    assert "by submitit_slurm or submitit_local" in capsys.readouterr().err
     assert main.main(["rehearse", "model=nope"]) == 2
     assert main.main(["rehearse", "budget=soon"]) == 2
     assert "budget=soon is no time" in capsys.readouterr().err

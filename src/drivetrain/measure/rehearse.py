@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -24,6 +24,7 @@ from drivetrain.core.typed import JsonMapping
 from drivetrain.launch.job import Job, prepare_run
 from drivetrain.measure import verbs
 from drivetrain.saving import checkpoint_io, manifest
+from drivetrain.sweeps import launchers, options
 from drivetrain.ui import sheet
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
@@ -278,11 +279,35 @@ def rehearse(words: Sequence[str], config_dirs: Sequence[str], settings: Rehears
 
 def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain rehearse`; its exit code: 0 only if all holds."""
+    if any(options.is_launch_setting(word) for word in argv):
+        return _submitted(argv, config_dirs)
     settings, words = verbs.split(argv, RehearseSettings)
     found, page = rehearse(words, config_dirs, settings)
     rows = [dict(zip(("mark", "step", "found", "seconds"), row, strict=True)) for row in found.rows]
     verbs.leave(found.job, "rehearse", page, ["rehearse", *argv], {"steps": rows})
     return FAILED if any(mark == BAD for mark, *_ in found.rows) else DONE
+
+
+def _submitted(argv: Sequence[str], config_dirs: Sequence[str]) -> int:
+    """Rehearse where a sweep's launcher starts jobs, on one node; print what it prints. Raises UserError."""
+    chosen, words = options.split(argv)
+    launcher = chosen.launcher
+    if not isinstance(launcher, options.SubmititLocal | options.SubmititSlurm):
+        raise UserError(
+            "hydra/launcher: a rehearsal runs here, or by submitit_slurm or submitit_local on a node: set one of them"
+        )
+    if isinstance(launcher, options.SubmititSlurm) and launcher.nodes > 1:
+        echo(f"hydra.launcher.nodes={launcher.nodes}: it is rehearsed on one node")
+        launcher = replace(launcher, nodes=1)
+    launcher = replace(launcher, tasks_per_node=1)  # the rehearsal starts the ranks itself
+    job = launchers.executor(launcher, Path("outputs", "rehearse"), "rehearse").submit(command, words, list(config_dirs))
+    echo(f"submitted as job {job.job_id}; its output: {job.paths.stdout}")
+    try:
+        code: int = job.result()
+    except Exception as error:  # submitit raises what the job raised, or its own errors
+        raise UserError(f"the job ended without an answer: {str(error).strip().splitlines()[-1]}") from None
+    echo(job.stdout())
+    return code
 
 
 # --- in a new process ---

@@ -225,17 +225,11 @@ class Submitit(Launcher):
     def __init__(
         self, option: SubmititLocal | SubmititSlurm, sweep: Path, jobs: int, quiet: bool = False, name: str = "drivetrain"
     ) -> None:
-        import submitit
-
         self.detached = isinstance(option, SubmititSlurm)
         # Slurm gets all jobs as one array, and limits them to array_parallelism itself.
         super().__init__(jobs if self.detached else option.array_parallelism)
         self._option, self._sweep, self._quiet = option, sweep, quiet
-        folder = sweep.absolute() / "submitit" / "%j"
-        self._executor = submitit.AutoExecutor(folder, cluster="slurm" if self.detached else "local")
-        self._executor.update_parameters(name=name, **_parameters(option))
-        # For jobs of a checkout that is not installed.
-        os.environ["PYTHONPATH"] = process.import_path()
+        self._executor = executor(option, sweep, name)
 
     def attach(self, entry: StoredJob) -> bool:
         try:
@@ -333,6 +327,17 @@ def _on_ray(sweep: Path, number: int, quiet: bool, folder: Path) -> int:
     entry = one_job(sweep, number)
     capture(entry)
     return run_job(entry, quiet)
+
+
+def executor(option: SubmititLocal | SubmititSlurm, place: Path, name: str) -> Any:
+    """Return submitit's executor, which keeps its files below a folder."""
+    import submitit
+
+    os.environ["PYTHONPATH"] = process.import_path()  # for jobs of a checkout that is not installed
+    cluster = "slurm" if isinstance(option, SubmititSlurm) else "local"
+    made = submitit.AutoExecutor(place.absolute() / "submitit" / "%j", cluster=cluster)
+    made.update_parameters(name=name, **_parameters(option))
+    return made
 
 
 def _parameters(option: SubmititLocal | SubmititSlurm) -> JsonObject:
