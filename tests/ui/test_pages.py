@@ -293,7 +293,7 @@ function measure(frame) {
   if (said.top > 60) faults.push('the answer is not at the top');
   const row = doc.querySelector('.winner');
   if (row && contrast(ground(row.children[0]), base) < 1.02) faults.push('the winner does not stand out');
-  const buttons = [...doc.querySelectorAll('th[aria-sort] button')];
+  const buttons = [...doc.querySelectorAll('th[aria-sort] button')].filter(each => each.offsetParent);  // of what a phone shows
   for (const button of buttons) { button.focus(); if (doc.activeElement != button) faults.push('a header takes no focus'); }
   let sorted = 0;
   for (const button of buttons.slice(0, 40)) {
@@ -413,6 +413,15 @@ PACKAGE = Path(drivetrain.__file__).parent
 def a_sheet() -> Sheet:
     table = Table(["run", *HOSTILE], [["a", *HOSTILE], ["b", *HOSTILE[::-1]]], "The runs", sortable=True, winner=1)
     return Sheet(f"{HOSTILE[0]} – drivetrain", HOSTILE[1], [heading(HOSTILE[3]), table, words(*HOSTILE), commands(*HOSTILE)])
+
+
+def test_a_narrow_screen_leaves_out_what_a_narrow_terminal_does():
+    """By a class that only phones hide, with a line that names it."""
+    wide = ["of the run and of its machine"] * 3
+    table = Table(["run", "accuracy", "speed", "folder"], [["a", "0.9", *wide[1:]]], "The runs", spare=("folder", "speed"))
+    assert re.findall(r'class="spare">(?:<button[^>]*>)?([^<]+)', table.html) == ["speed", "folder", *wide[1:]]
+    assert "A wider screen shows: folder, speed." in table.html
+    assert "spare" not in Table(["run", "accuracy"], [["a", "0.9"]], spare=("accuracy",)).html
 
 
 @pytest.mark.parametrize("live", [True, False])

@@ -23,6 +23,7 @@ from drivetrain.ui.output import echo
 from drivetrain.ui.pages.style import SCRIPT, STYLE
 
 VERDICTS = ("PASS", "FAIL", "INCONCLUSIVE")
+NARROW = 42  # characters of a phone's screen
 EMPTY = ("–", "")  # cells that say nothing
 NAMED = 8  # columns without room that are named
 # Nothing is fetched, whatever text a page holds.
@@ -183,10 +184,13 @@ class Table:
         """The table; a button in each header sorts it where it is `sortable`."""
         prose = {n for n, title in enumerate(self.header) if title in self.prose}
         parts = {n: _parts(self.bars[title]) for n, title in enumerate(self.header) if title in self.bars}
+        _, left_out = self.fitting(NARROW)
+        spare = {n for n, title in enumerate(self.header) if title in left_out}
 
         def cell(at: int, number: int, value: Cell) -> str:
             text = (escape(value) if at else breakable(value)) if isinstance(value, str) else value.html
-            kind = " ".join(filter(None, ("text" if at in prose and at else "", text if text in VERDICTS else "")))
+            kinds = "text" if at in prose and at else "", text if text in VERDICTS else "", "spare" if at in spare else ""
+            kind = " ".join(filter(None, kinds))
             of = f' class="{kind}"' if kind else ""
             if isinstance(value, Drawn) and value.share is not None:
                 of += f' style="--share:{value.share:.3f}"'
@@ -195,7 +199,8 @@ class Table:
             return f"<td{of}>{text}{parts[at][number] if at in parts else ''}</td>"
 
         def head(at: int, title: str) -> str:
-            of, under = ' class="text"' if at in prose else "", self.below.get(title, "")
+            kind = " ".join(filter(None, ("text" if at in prose else "", "spare" if at in spare else "")))
+            of, under = f' class="{kind}"' if kind else "", self.below.get(title, "")
             if not self.sortable:
                 return f'<th scope="col"{of}>{escape(title)}{under}</th>' if title else "<td></td>"
             return f'<th scope="col" aria-sort="none"{of}><button type="button">{escape(title)}</button>{under}</th>'
@@ -208,6 +213,7 @@ class Table:
         return (
             f'<div class="wide" tabindex="0" role="region" aria-label="{escape(self.name)}"><table>{heads}'
             f"<tbody>{''.join(lines)}</tbody></table></div>"
+            + (f'<p class="soft narrow">A wider screen shows: {escape(", ".join(left_out))}.</p>' if left_out else "")
         )
 
     def show(self) -> None:
