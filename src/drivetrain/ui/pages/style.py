@@ -88,7 +88,8 @@ output { position: absolute; right: 0; top: 0; font-size: 12px; color: var(--ink
 .faster line { stroke: var(--good) } .faster circle { fill: var(--good) } .slower line { stroke: var(--bad) }
 .slower circle { fill: var(--bad) } .same line { stroke: var(--soft) } .same circle { fill: var(--soft) }
 @media (min-width: 601px) { .narrow { display: none } }
-@media (max-width: 600px) { .spare { display: none } thead th { white-space: normal } body { padding: .8rem } tbody th { max-width: 45vw } td, th { padding: .3rem .45rem } }
+@media (max-width: 600px) { .spare { display: none } thead th { white-space: normal } }
+@media (max-width: 600px) { body { padding: .8rem } tbody th { max-width: 45vw } td, th { padding: .3rem .45rem } }
 @media print {
   body { max-width: none; padding: 0; font-size: 11px } .wide { overflow: visible } table { white-space: normal }
   figure, tr, pre, .tiles li { break-inside: avoid } h2, h3 { break-after: avoid } th button::after { content: "" }
