@@ -5,7 +5,8 @@ file does not hold yet, those of most worth first, and stops when the time is ov
 bench/results/cards-cpu.json, and conf/measured.json, which `drivetrain list GROUP=OPTION` and the site's cards read.
 
 Options are compared as `drivetrain compare` does, in rounds of fresh processes. An option that this machine cannot run, or whose
-gain does not show in an update, has the reason in place of a figure. Data, models, tasks, losses and metrics are no techniques.
+gain does not show in an update, has the reason in place of a figure. Data, models, tasks and metrics are no techniques, and of
+losses only those that take the place of another one. A card also says what `python -m bench.techniques` found of the results.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.support import pairwise
 
 from bench import harness, loader
 
+FILE = harness.RESULTS / "cards-cpu.json"
 CARDS = harness.ROOT / "conf" / "measured.json"
 MOST = 6  # options beside one base: more keep the machine from being idle between two blocks for too long
 MIB = 2**20
@@ -88,6 +90,25 @@ OPTIONS = {
     "parallel=ddp": Case(NET, "parallel=single", ("parallel.nproc=2",)),
     "parallel=fsdp": Case(NET, "parallel=single", ("parallel.nproc=2",)),
 }
+SMALL = ("task={}", "model.width=8", "data.samples=400", "batch.global_batch=32")
+# Keys that are techniques of their own, and losses in the place of others.
+KEYS = {
+    **dict.fromkeys(
+        ("optimizer=muon optimizer.normalize=neurons", "optimizer=muon optimizer.cautious_decay=true"),
+        Case(GPT, "optimizer=muon"),
+    ),
+    **dict.fromkeys(
+        (f"adapter=lora adapter.{word}" for word in ("scale=stabilized", "init=pissa", "lr_ratio=16")), Case(GPT, "adapter=lora")
+    ),
+    "model=gpt model.embedding_noise=5": Case(GPT, "model=gpt"),
+    "parallel=ddp parallel.shard_optimizer=true": Case((*MLP, "optimizer=adamw", "parallel.nproc=2"), "parallel=ddp"),
+    "loss=arcface": Case(MLP, "loss=cross_entropy"),
+    "loss=asymmetric": Case(tuple(word.format("multilabel") for word in SMALL), "loss=bce"),
+    "loss=tversky": Case(tuple(word.format("segmentation") for word in SMALL), "loss=dice"),
+    "loss=siglip": Case(("task=contrastive", "model.width=8"), "loss=contrastive"),
+    "loss=supcon": Case(("data=digits", "model=mlp", "model.hidden=[64]"), "loss=triplet"),
+    "loss=gaussian_nll": Case(("task=regression", "data=diabetes", "metrics=[]", "select=loss"), "loss=mse"),
+}
 GPU = "not measurable on a CPU"
 NONE = {  # no figure → why
     "precision=tf32": f"{GPU}: its matrix units are a GPU's",
@@ -108,6 +129,9 @@ NONE = {  # no figure → why
     **{f"parallel={name}": f"{GPU}: it is for several devices" for name in ("dp", "split", "tensor", "pipeline")},
     **{f"optimizer=apex_{name}": f"{GPU}: apex is CUDA code" for name in ("adam", "lamb", "novograd", "sgd")},
     **{f"logger=[{name}]": "it talks to a service, whose time is not ours" for name in ("wandb", "mlflow")},
+    "optimizer=sparse_adam": "without weights that have sparse gradients it is AdamW",
+    "loss=ctc": "no other loss takes its targets, sequences of classes",
+    "loss=distill": "a teacher is what it costs: one forward more",
     "optimizer=lbfgs": "an update of it has as many forwards as it needs: compare it by time to target",
 }
 
@@ -116,7 +140,8 @@ def cards() -> dict[str, Case]:
     """Override → its case, of every technique that is not off by itself, in the order of their worth."""
     words = {group: [w for w in each if "/" not in w] for group, each in pairwise.factors().items()}
     every = [(word, case) for group, case in GROUPS.items() for word in words[group] if word not in (case.off, f"{group}=none")]
-    return {word: OPTIONS.get(word, case) for word, case in every if "=[]" not in word and "." not in word.partition("=")[0]}
+    options = {word: OPTIONS.get(word, case) for word, case in every if "=[]" not in word and "." not in word.partition("=")[0]}
+    return options | KEYS | {word: Case((), "") for word in NONE if word.startswith("loss=")}
 
 
 def comparisons(wanted: Sequence[str]) -> Iterator[tuple[Case, list[str]]]:
@@ -138,7 +163,7 @@ def measured(case: Case, words: Sequence[str], folder: Path, rounds: int, block_
     given = {word.partition("=")[0]: word.format(photos=folder / "photos") for word in case.base}  # the last one counts
     base = [*ALL, *given.values(), f"output_dir={folder}/runs"]
     specs = [variants.compose(case.off, [*base, case.off])]
-    specs += [variants.compose(word, [*base, word, *cards()[word].beside]) for word in words]
+    specs += [variants.compose(word, [*base, *word.split(), *cards()[word].beside]) for word in words]
     try:
         found = compare.measure(specs, compare.CompareSettings(rounds=rounds, block_s=block_s), base)
     except UserError as error:  # nothing is written: it may run the next time
@@ -184,12 +209,22 @@ def sentence(card: dict[str, Any], cpu: str) -> str:
     return f"{said};{with_words and f' with{with_words},'} {shape}, one thread, {cpu}"
 
 
+def said() -> dict[str, str]:
+    """What the cards say: time and memory by this campaign, and results by that of bench.techniques."""
+    from bench import techniques
+
+    record = harness.before(FILE)
+    found = {word: sentence(card, record["cpu"]) for word, card in record.get("cards", {}).items()}
+    for word, results in techniques.sentences(harness.before(techniques.FILE)).items():
+        found[word] = "; ".join([*([found[word]] if word in found else []), *results])
+    return found
+
+
 def write(content: dict[str, Any], out: Path) -> None:
     """Write the record, and beside the options what their cards say."""
     harness.write(out, content)
-    if out == harness.RESULTS / "cards-cpu.json":
-        text = {word: sentence(card, content["cpu"]) for word, card in content["cards"].items()}
-        CARDS.write_text(json.dumps(text, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if out == FILE:
+        CARDS.write_text(json.dumps(said(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -2,7 +2,8 @@
 
 `python -m bench.pairwise [--jobs N] [--journal FILE]` covers the pairs by rows of many options. A pair trains, or is refused with
 a reason that names both; one whose row fails is tried by itself. It writes outputs/pairwise.md, the record from which
-`make docs` makes a page. With `--minutes 0` nothing is trained: the record has what is refused.
+`make docs` makes a page. With `--minutes 0` nothing is trained: the record has what is refused. With
+`--only WORD …` only pairs with one of these are trained, such as those of new options.
 
 `python -m bench.pairwise --triples N [--first N]` draws options of three groups, the same ones every time. A tenth of those that
 train is certified beside the same run without its exact and close techniques. It writes bench/results/triples-cpu.json.
@@ -19,7 +20,7 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -135,8 +136,13 @@ class Cover:
     Slow options come last, so that few rows have them.
     """
 
-    def __init__(self, allowed: set[Pair], groups: dict[str, list[str]], refused: Callable[[Words], object]) -> None:
-        self.allowed, self.open, self.refused = allowed, set(allowed), refused
+    def __init__(
+        self, allowed: set[Pair], groups: dict[str, list[str]], refused: Callable[[Words], object], only: Set[str] = frozenset()
+    ) -> None:
+        """`only` are the words whose pairs are wanted; by default all are."""
+        self.allowed, self.refused = allowed, refused
+        self.wanted = {pair for pair in allowed if not only or pair & only}
+        self.open = set(self.wanted)
         self.groups, self.dice = groups, random.Random(0)
         self.bad: list[set[str]] = []  # words that fail together
 
@@ -150,7 +156,7 @@ class Cover:
     def failed(self, row: Words, cause: Words) -> None:
         """A row did not train because of these words: its other pairs are open again."""
         self.bad.append(set(cause))
-        self.open |= (pairs_of(row) & self.allowed) - {frozenset(cause)}
+        self.open |= (pairs_of(row) & self.wanted) - {frozenset(cause)}
 
     def _row(self, pair: list[str], slow: bool) -> Words:
         """A pair and what goes with it: of each other group the option with most open pairs."""
@@ -268,11 +274,11 @@ def pairs(given: Any, folder: Path, journal: Journal) -> bool:
     composed.install()
     asked = ask(folder, groups, given.jobs)
     print(f"{len(asked.allowed)} pairs to train, {len(asked.together)} refused by the rules", flush=True)
-    cover = Cover(asked.allowed, groups, lambda words: pairwise.refused(words, folder))
+    cover = Cover(asked.allowed, groups, lambda words: pairwise.refused(words, folder), set(given.only))
     campaign = Campaign(cover, journal, partial(attempt, folder))
     campaign.run(given.jobs, given.minutes * 60)
     given.out.write_text(document(asked, groups, campaign).replace(str(folder), "…"), encoding="utf-8")
-    left = asked.allowed - campaign.trained() - set(refusals(asked, campaign))
+    left = cover.wanted - campaign.trained() - set(refusals(asked, campaign))
     unclear = [pair for pair, reason in refusals(asked, campaign).items() if not pairwise.names_both(pair, reason)]
     print(f"{len(left)} pairs open, {len(unclear)} refused by words that do not name both", *map(sorted, unclear[:20]), sep="\n")
     return given.minutes > 0 and bool(left or unclear)
@@ -317,7 +323,7 @@ def triples(given: Any, folder: Path, journal: Journal) -> bool:
 
 def main() -> None:
     """Run a campaign; exit code 1 where something is open."""
-    given = harness.parse(__doc__, PAGE, jobs=2, minutes=600.0, journal=Path, triples=0, first=0)
+    given = harness.parse(__doc__, PAGE, jobs=2, minutes=600.0, journal=Path, triples=0, first=0, only=[])
     harness.fork_commands()
     with tempfile.TemporaryDirectory() as name:
         os.environ["XDG_STATE_HOME"] = f"{name}/state"

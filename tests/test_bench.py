@@ -13,7 +13,7 @@ from typing import Any
 
 import bench
 import pytest
-from bench import cards, harness, overhead, startup
+from bench import cards, harness, overhead, startup, techniques
 
 from drivetrain.cli.list import show
 from drivetrain.config import catalog
@@ -131,12 +131,12 @@ def test_every_technique_has_a_case_that_composes(tmp_path: Path, monkeypatch: p
     pairwise.prepare_folder(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     known = cards.cards()
-    assert {word.partition("=")[0] for word in known} == set(cards.GROUPS)
+    assert {word.partition("=")[0] for word in known} == {*cards.GROUPS, "loss", "model"}
     assert set(cards.NONE) <= set(known)
     for word, case in known.items():
         if word not in cards.NONE:
             base = [*cards.ALL, *(each.format(photos=tmp_path / "images") for each in case.base)]
-            for label, words in ((case.off, [*base, case.off]), (word, [*base, word, *case.beside])):
+            for label, words in ((case.off, [*base, case.off]), (word, [*base, *word.split(), *case.beside])):
                 spec = variants.compose(label, words)
                 lacking = [problem for problem in spec.problems if "which is not installed" in problem]
                 assert spec.problems == lacking, word
@@ -175,14 +175,19 @@ def test_what_a_card_says(memory: list[float] | None, says: str) -> None:
 
 def test_the_cards_of_the_options_are_those_of_the_campaign() -> None:
     """`drivetrain list` says what the record holds."""
-    record = harness.before(harness.RESULTS / "cards-cpu.json")
-    said = {word: cards.sentence(card, record["cpu"]) for word, card in record.get("cards", {}).items()}
-    assert dict(catalog.measured()) == said
+    assert dict(catalog.measured()) == cards.said()
 
 
 def test_a_list_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(catalog, "measured", lambda: {"clip=norm": "0.99 × as fast", "surgery=[sync_bn]": "no figure"})
-    for word, line in (("clip=norm", "measured: 0.99 × as fast"), ("surgery=sync_bn", "measured: no figure")):
+    monkeypatch.setattr(
+        catalog,
+        "measured",
+        lambda: {"clip=norm": "0.99 × as fast", "clip=norm clip.norm_type=1": "slower", "surgery=[sync_bn]": "no figure"},
+    )
+    for word, line in (
+        ("clip=norm", "measured: 0.99 × as fast\n    measured clip.norm_type=1: slower"),
+        ("surgery=sync_bn", "measured: no figure"),
+    ):
         show(word)
         assert line in capsys.readouterr().out
     show("clip=agc")
@@ -212,3 +217,69 @@ def test_what_a_rank_saves_does_not_grow_with_the_ranks():
         found.append(json.loads(done.stdout.strip().splitlines()[-1]))
     assert found[0]["state_bytes"] == found[1]["state_bytes"]
     assert all(each["own_us"] > 0 for each in found)
+
+
+def test_a_trial_says_what_it_found_and_the_campaign_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = (
+        "data=synthetic",
+        "data.shape=[4]",
+        "data.samples=40",
+        "data.test_samples=20",
+        "model=mlp",
+        "model.hidden=[4]",
+        "epochs=1",
+    )
+    small = (*base, "batch.global_batch=10", "optimizer=adamw")
+    words = ("", "optimizer.lr=0.5", "optimizer=sgd")
+    tried = {"small": techniques.Trial(small, words), "optimizers on digits": techniques.Trial(small, words[2:], "loss<=100")}
+    monkeypatch.setattr(techniques, "TRIALS", tried)
+    out = tmp_path / "techniques.json"
+    techniques.main(["--seeds", "2", "--out", str(out)])
+    content = json.loads(out.read_text())
+    first, other, _ = content["trials"]["small"]["rows"].values()
+    assert first["verdict"] == "first"
+    assert len(first["each"]) == 2
+    assert len(other["worse_by"]) == 3
+    (timed,) = content["trials"]["optimizers on digits"]["rows"].values()
+    assert timed["updates"] == [4, 4]
+    assert len(timed["update_ms"]) == techniques.ROUNDS
+    said = techniques.sentences(content)
+    assert set(said) == {"optimizer=adamw optimizer.lr=0.5", "optimizer=sgd"}
+    assert "2 seeds" in said["optimizer=sgd"][0]
+    monkeypatch.setattr(techniques, "made", None)  # what is there is not made again
+    techniques.main(["--out", str(out)])
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            {"worse_by": [-0.2, -0.3, -0.1], "verdict": "BETTER"},
+            ": loss 1, without it 1.2: better by 0.2 (0.1 to 0.3)",
+        ),
+        (
+            {"worse_by": [0.2, -0.1, 0.5], "verdict": "FAIL"},
+            ": loss 1, without it 1.2: no difference shown, worse by 0.2 (-0.1 to 0.5)",
+        ),
+        ({"worse_by": [0.0, 0.0, 0.0], "verdict": "PASS"}, ": loss 1, without it 1.2: the same"),
+        ({"reason": "out of memory"}, "out of memory"),
+    ],
+)
+def test_what_a_card_says_of_a_result(row: dict[str, Any], says: str) -> None:
+    rows = {"as it is": {"mean": [1.2]}, "clip=spike": {"metric": "loss", "mean": [1.0], "reason": None, **row}}
+    trial = {"rows": rows, "base": "data=digits model=mlp model.hidden=[4]", "seeds": 5}
+    (said,) = techniques.sentences({"trials": {"one": trial}})["clip=spike"]
+    assert said.endswith(says)
+
+
+def test_the_table_of_optimizers_has_the_soonest_first_and_is_the_records() -> None:
+    rows = {
+        "optimizer=adamw": {"updates": [10, 20, 30], "update_ms": [1.0, 2.0, 3.0]},
+        "optimizer=sgd": {"updates": [10, 10, 10], "update_ms": [2.0, 2.0, 2.0]},
+        "optimizer=lars": {"updates": [5, None, None], "update_ms": [1.0, 1.0, 1.0]},
+    }
+    found = techniques.table({"trials": {"optimizers on digits": {"rows": rows, "target": "accuracy>=0.9"}}})
+    assert [line.split("`")[1] for line in found.splitlines() if line.startswith("| `")] == ["sgd", "adamw", "lars"]
+    assert "| `sgd` | 3 of 3 | 10 | 2.00 | 0.02 |" in found
+    page = techniques.PAGE.read_text(encoding="utf-8")
+    assert techniques.table(harness.before(techniques.FILE)) in page

@@ -81,6 +81,10 @@ def test_rows_cover_all_pairs_that_the_rules_allow() -> None:
     assert set().union(*map(campaign.pairs_of, rows)) == pairs
     assert len(rows) < len(pairs) / 5
     assert not [row for row in rows if {"a=0", "b=0", "c=0"} <= set(row)]
+    of_new = list(campaign.Cover(pairs, groups, lambda row: False, {"a=1", "d=2"}))
+    assert set().union(*map(campaign.pairs_of, of_new)) >= {pair for pair in pairs if pair & {"a=1", "d=2"}}
+    assert len(of_new) < len(rows)
+    assert all({"a=1", "d=2"} & set(row) for row in of_new)
 
 
 @pytest.mark.parametrize("culprits", [("b", "d"), ("a", "e", "c"), ("a", "b")])

@@ -55,6 +55,10 @@ def test_every_option_has_a_card_with_what_it_does_its_effect_and_its_keys(cards
     assert "| `precision.init_scale` | `65536.0` | number > 0 ≤ 1e+38 |" in pages["precision"]
     assert "**Source:** Kingma & Ba 2015; torch.optim.Adam." in pages["optimizer"]
     assert "on AMD EPYC" in pages["surgery"]
+    assert "| override | what it brings | measured here |" in pages["clip"]
+    assert re.search(r"\| \[`clip=spike`\].*×.*AMD EPYC.*result on .* seeds: ", pages["clip"])
+    assert re.search(r"\| \[`clip=none`\].*\| what the others are compared with \|", pages["clip"])
+    assert re.search(r"\| \[`optimizer=muon`\].*<br>`optimizer.normalize=neurons`: .*result on ", pages["optimizer"])
     assert "`compile=step`: precision=bf16_pure and compile=step exclude each other" in pages["precision"]
 
 

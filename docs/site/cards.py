@@ -18,6 +18,11 @@ from drivetrain.core.options.option import Option
 from drivetrain.core.user.code import import_name
 
 MEASURED = ("ablate-cpu.json", "ablate-text-cpu.json")  # comparisons of one override with a baseline
+OFF = "what the others are compared with"
+# Groups whose options are not in place of each other: a run needs the one that it needs.
+WHY_NOT = dict.fromkeys(
+    ("data", "model", "task", "metrics", "debug", "stop", "runtime", "loss"), "chosen by the problem, not by its cost"
+)
 EFFECTS = {
     "exact": "exact, the same numbers as without it",
     "close": "close, the same mathematics",
@@ -35,15 +40,34 @@ def pages(root: Path) -> dict[str, str]:
     record, measured = matrix.read(), _measured(root)
     found = {}
     for group, files in catalog.option_files().items():
-        rows = [f"| [`{group}={name}`](#{group}-{name}) | {catalog.summary(file)} |" for name, file in files.items()]
-        found[group] = "\n".join([f"# {titles()[group]}", "", "| override | what it brings |", "|---|---|", *rows, ""])
+        rows = [
+            f"| [`{group}={name}`](#{group}-{name}) | {catalog.summary(file)} | {_here(group, name)} |"
+            for name, file in files.items()
+        ]
+        head = ["| override | what it brings | measured here |", "|---|---|---|"]
+        found[group] = "\n".join([f"# {titles()[group]}", "", *head, *rows, ""])
         for name, file in files.items():
-            override = f"{group}=[{name}]" if group in catalog.LISTS else f"{group}={name}"
+            override = _override(group, name)
             found[group] += "\n".join(["", f"## {group}={name} {{#{group}-{name}}}", "", *_card(group, file, override)])
             found[group] += "\n".join(
                 ["", *(f"**Measured:** {said}\n" for said in measured[override]), *_pairs(record, override)]
             )
     return found
+
+
+def _override(group: str, name: str) -> str:
+    return f"{group}=[{name}]" if group in catalog.LISTS else f"{group}={name}"
+
+
+def _here(group: str, name: str) -> str:
+    """What was measured of an option and of its keys, or why nothing was."""
+    override = _override(group, name)
+    found = {
+        words.removeprefix(override).strip(): said for words, said in catalog.measured().items() if words.split()[0] == override
+    }
+    return "<br>".join(f"`{words}`: {cell(said)}" if words else cell(said) for words, said in found.items()) or WHY_NOT.get(
+        group, OFF
+    )
 
 
 def _card(group: str, file: Path, override: str) -> Iterator[str]:
@@ -126,7 +150,10 @@ def _pairs(record: matrix.Record, override: str) -> Iterator[str]:
 
 def _measured(root: Path) -> dict[str, list[str]]:
     """Override → what comparisons found of it, with the machine; only where the table adds techniques one by one or alone."""
-    found: dict[str, list[str]] = defaultdict(list, {card: [f"{said}."] for card, said in catalog.measured().items()})
+    found: dict[str, list[str]] = defaultdict(list)
+    for words, said in catalog.measured().items():  # of an option, or of it with a key
+        override, _, key = words.partition(" ")
+        found[override].append(f"{f'`{key}`: ' if key else ''}{said}.")
     for file in (root / "bench" / "results" / name for name in MEASURED):
         if not file.exists():
             continue

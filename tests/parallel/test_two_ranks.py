@@ -231,6 +231,7 @@ def test_each_micro_batch_of_a_pipeline_has_its_own_weight():
     assert float(total) == 3.5
 
 
+SHARED = "ddp parallel.shard_optimizer=true"
 STAGED = {
     "parts": [
         "optimizer=adamw", "scheduler=cosine", "epochs=3", "updates=null", "model.hidden=[16]",
@@ -241,7 +242,7 @@ STAGED = {
 
 
 @pytest.mark.parametrize("case", STAGED)
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(words, marks=pytest.mark.slow) for words in ("fsdp", SHARED))])
 def test_stages_on_two_ranks_equal_those_in_one_process(ranks, tiny, tmp_path, strategy, case, float64):
     """Each stage is built by both ranks, with parameters that begin to train, another batch, and an average of the weights."""
     words = tiny(*STAGED[case], "saving=none", "runtime.device=cpu", "runtime.threads=1")
@@ -256,7 +257,7 @@ def test_stages_on_two_ranks_equal_those_in_one_process(ranks, tiny, tmp_path, s
         return {name: w.tolist() for name, w in weights.items() if w is not None}, staged.number
 
     one, number = work(World())
-    two, _ = ranks(lambda world: work(world, f"parallel={strategy}", "parallel.nproc=2"))
+    two, _ = ranks(lambda world: work(world, *f"parallel={strategy}".split(), "parallel.nproc=2"))
     assert number == two[1] == 2
     for name, weight in one.items():
         torch.testing.assert_close(torch.tensor(two[0][name]), torch.tensor(weight), atol=1e-10, rtol=0)

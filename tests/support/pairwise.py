@@ -145,6 +145,17 @@ KINDS = {name: [*import_name(target(file)).takes][:1] for name, file in option_f
 # Loss → the set that it is tried on, where class numbers are not what it takes.
 TARGETS = {name: SETS[kind] for name, kinds in KINDS.items() for kind in kinds if kind in SETS}
 BY_FORECAST = "checkpointing.memory_gb=4"
+# Keys that are techniques of their own, and the option that has each.
+KEYS = {
+    BY_FORECAST: "checkpointing=blocks",
+    "parallel.shard_optimizer=true": "parallel=ddp",
+    "optimizer.normalize=neurons": "optimizer=muon",
+    "optimizer.cautious_decay=true": "optimizer=muon",
+    "adapter.scale=stabilized": "adapter=lora",
+    "adapter.init=pissa": "adapter=lora",
+    "adapter.lr_ratio=16": "adapter=lora",
+    "model.embedding_noise=5": "model=gpt",
+}
 Pair = frozenset[str]
 
 
@@ -154,7 +165,7 @@ def needs(folder: Path) -> dict[str, list[str]]:
     each_pixel = ["model=own", "model.target=pairwise_net.each_pixel"]
     bert = ["model=transformers", "model.name=bert", f"model.config={TINY_BERT}"]
     shards = [f"data.{split}={folder}/shard.tar" for split in ("train", "test")]
-    return {
+    found = {
         "data=synthetic": ["data.shape=[3,32,32]", "data.samples=32", "data.test_samples=16"],
         "data=imagefolder": [f"data.root={folder}/images", "data.size=32", "data.holdout=0.3"],
         "data=cifar10": [f"data.root={folder}/cifar"],
@@ -218,7 +229,6 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "batch=accumulate": ["batch.accumulation_steps=2"],
         "batch=auto": ["batch.memory_gb=16"],
         "checkpointing=budget": ["compile=inductor"],
-        BY_FORECAST: ["checkpointing=blocks"],
         "surgery=[fused_norm]": ["model=own"],
         "optimizer=schedulefree": ["scheduler=constant"],
         "adapter=lora": ["model=mlp"],
@@ -227,6 +237,7 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "augment=[color_jitter]": ["data=imagefolder"],
         "augment=[random_erasing]": ["augment.random_erasing.fill=mean"],
     }
+    return found | {word: [option, *found.get(option, [])] for word, option in KEYS.items()}
 
 
 def complete(words: Iterable[str], folder: Path) -> list[str]:
@@ -279,7 +290,8 @@ def factors(config_dirs: Sequence[str] = ()) -> dict[str, list[str]]:
             found[group] = [f"{group}=[]", *(f"{group}=[{n}]" for n in names if n != "none")]
         else:
             found[group] = [f"{group}={n}" for n in names]
-    found["checkpointing"].append(BY_FORECAST)
+    for word in KEYS:
+        found[word.partition(".")[0]].append(word)
     found |= {"stages": ["stages=null", "stages=[{until:1},{}]"], "target": ["target=null", "target=loss<=1000"]}
     return {group: words for group, words in found.items() if len(words) > 1}
 

@@ -106,7 +106,8 @@ def _show_option(group: str, option: str, file: Path) -> None:
     echo(f"{override}: {catalog.summary(file)}")
     echo("".join(f"    {name}: {text}\n" for name, text in (
         ("when", catalog.when(file)), ("effect", f"{effect}{f' ({changes})' if changes else ''}" if effect != "–" else not_read),
-        ("measured", catalog.measured().get(override, "") if effect != "–" else ""),
+        *((f"measured{words.removeprefix(override)}", said) for words, said in catalog.measured().items()
+          if effect != "–" and words.partition(" ")[0] == override),
     ) if text))  # fmt: skip
     # Indented lines are the entries of a mapping, such as what a task sets.
     echo("\n".join(f"    {key}" if key.startswith(" ") else f"    {place}.{key}" for key in keys))

@@ -171,7 +171,7 @@ def when(file: Path) -> str:
 
 @cache
 def measured() -> Mapping[str, str]:
-    """Override → what `python -m bench.cards` measured of that option, or why it has no figure."""
+    """Override → what `python -m bench.cards` measured of that option, or of it with a key, or why it has no figure."""
     file = conf_dir() / "measured.json"
     return read_json(file) if file.exists() else {}
 
