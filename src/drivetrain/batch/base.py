@@ -136,7 +136,7 @@ class Batch(Option, groups.Batch):
 
     @property
     def by_length(self) -> bool:
-        """True if the lengths of the samples say which of them are in an update."""
+        """True if the samples' lengths decide which of them are in an update."""
         return self.buckets_lengths or self.tokens is not None
 
     def measure(self, source: Source, seed: int, world: World) -> None:
@@ -182,7 +182,7 @@ class Batch(Option, groups.Batch):
         return self.global_batch / self.base_batch / self.lr_factor() if self.decay_scaling == "timescale" else 1.0
 
     def sizes(self) -> tuple[object, ...]:
-        """Return the settings that say how many samples are in which update."""
+        """Return the settings that decide how many samples each update has."""
         return (self.buckets_lengths, self.global_batch, self.tokens, self.grow_every, self.grow_by, self.grow_until)
 
     def of_stages(self, stages: Sequence[tuple[int, Batch]]) -> Self:

@@ -95,7 +95,7 @@ class Blocks(Checkpointing):
         return self.with_values(found={"memory_gb": self.memory_gb, **found})
 
     def too_little(self, found: Mapping[str, float], micro_batch: int) -> str:
-        """Return what to say where the step takes more than it may with any number of blocks recomputed."""
+        """Return the message for a step that does not fit even with all blocks recomputed."""
         return (
             f"{KEY}={self.memory_gb:g} is too little: a step of {micro_batch} samples is forecast to take at least "
             f"{rounded_up(found['bytes'] / 2**30):g} GiB, with {found['recomputed']} of {found['blocks']} blocks recomputed: "

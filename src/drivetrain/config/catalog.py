@@ -164,7 +164,7 @@ def summary(file: Path) -> str:
 
 
 def when(file: Path) -> str:
-    """The comment of an option's file that says when to use it; "" where it has none."""
+    """The comment in an option's file on when to use it, or ""."""
     found = re.search(r"^# when: (.+)$", file.read_text(encoding="utf-8"), re.M)
     return found[1].strip() if found else ""
 

@@ -8,7 +8,7 @@ from drivetrain.core.errors import did_you_mean, folded, near_names
 
 SURE = 0.75  # likeness of a name of another group
 
-ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Hugging Face's, timm's, and what people say
+ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Hugging Face's, timm's, and everyday words
     "batch.size": "batch.global_batch",
     "batch.batch_size": "batch.global_batch",
     "batch_size": "batch.global_batch",
@@ -276,7 +276,7 @@ ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Huggin
     "eval_metric": "select",
     "wandb_tags": "logger.wandb.tags",
     "wandb_resume_id": "resume",
-    # what people say
+    # everyday words
     "save": "saving",
     "save_best": "saving=best",
     "save_every": "saving.every_updates",

@@ -64,7 +64,7 @@ def _until_problems(label: str, until: object, needed: bool) -> Iterator[str]:
 
 
 def _refusal(key: str, value: object, base_of: Mapping[str, type[Option]]) -> str:
-    """The reason why no stage may change a key; "" where it may, or where composing tells that there is no such key."""
+    """The reason why no stage may change a key; "" where it may, or where composing finds no such key."""
     group, _, setting = key.partition(".")
     if group == "stages":
         return "a stage has no stages of its own"

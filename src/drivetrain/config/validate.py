@@ -176,7 +176,7 @@ def problems_of(run: RunSpec) -> list[str]:
 
 
 def _broken_rules(run: RunSpec, options: Sequence[Option], used: Collection[str] | None) -> list[str]:
-    """The problems that options' rules find; a rule that asks for an option or a value that is wrong says nothing."""
+    """The problems that options' rules find; a rule that depends on a wrong option or value is silent."""
     problems: list[str] = []
     asked = options if used is None else [option for option in options_of(run, used) if option in options]
     rules: list[Callable[[], Iterable[str]]] = [partial(option.rules, run) for option in asked]

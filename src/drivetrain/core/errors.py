@@ -70,7 +70,7 @@ class DataError(UserError):
     at_once = False  # it is no fault of the sample, and others need not be looked at
 
 
-MOST_TOLD = 20  # problems of one kind that are told
+MOST_TOLD = 20  # problems of one kind that are listed
 MOST_COUNTED = 1_000  # after so many, nobody looks on
 
 

@@ -371,7 +371,7 @@ class Data(Option, groups.Data):
         raise DataError(f"{type(self).__name__.lower()} does not read text")
 
     def decode(self, tokens: Sequence[int], data: Splits) -> str | None:
-        """Return the text that the tokens of an input stand for; None where the option cannot tell."""
+        """Return the text that the tokens of an input stand for; None where the option has no tokenizer."""
         return None
 
     def fitted_baseline(self, data: Splits) -> Baseline | None:
@@ -402,7 +402,7 @@ class Data(Option, groups.Data):
         return self.reads_rows or path.suffix.lower() in self.input_files
 
     def train_samples(self) -> int | None:
-        """Return the number of training samples; None where only loading tells."""
+        """Return the number of training samples; None where it is not known before loading."""
         samples, share = self.loaded_samples(), self.share()
         if samples is None or share is None:
             return samples
@@ -413,7 +413,7 @@ class Data(Option, groups.Data):
         return samples - held
 
     def loaded_samples(self) -> int | None:
-        """Return the number of training samples, those included that are held out of them; None where only loading tells."""
+        """Return the number of training samples, held-out ones included; None where it is not known before loading."""
         return None
 
 
@@ -589,7 +589,7 @@ def hash_fractions(names: Iterable[str], count: int) -> np.ndarray:
     return np.fromiter(map(hash_fraction, told(names, count)), np.float64, count)
 
 
-MANY, TRIED = 10**7, 2**16  # names whose hashes take a while, and those that tell the pace
+MANY, TRIED = 10**7, 2**16  # names whose hashes take a while, and those that are timed
 
 
 def told(names: Iterable[Name], count: int) -> Iterator[Name]:

@@ -150,7 +150,7 @@ def stack(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
     return torch.stack(tensors)
 
 
-MASK = "mask"  # the input that says which positions of a padded sequence are real
+MASK = "mask"  # the input that marks the real positions of a padded sequence
 ITS_NAME = {"input_ids": "attention_mask"}  # where inputs have the names of transformers
 LOOKED_AT = 16  # samples that show whether a set's samples differ in length
 
@@ -219,12 +219,12 @@ class Lengths:
         return [name for name in seen[0] if len({sizes.get(name) for sizes in seen}) > 1]
 
     def given(self) -> torch.Tensor | None:
-        """Return the lengths (n,) that the Dataset itself tells, by an attribute `lengths`."""
+        """Return the lengths (n,) from the Dataset's own attribute `lengths`."""
         lengths = getattr(self.dataset, "lengths", None)
         return None if lengths is None else torch.as_tensor(lengths, dtype=torch.int64)
 
     def all(self, name: str) -> torch.Tensor:
-        """Return the lengths (n,) of one part of the samples, as the Dataset tells them, or else by reading all samples."""
+        """Return the lengths (n,) of one part of the samples: the Dataset's own, or found by reading all samples."""
         if (given := self.given()) is not None:
             return given
         began, left = time.perf_counter(), len(self.dataset) - len(self._read)

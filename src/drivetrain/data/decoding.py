@@ -109,7 +109,7 @@ class Range:
         if lowest < -0.5 or highest > 255.5:
             self.beyond.add_(1)
             count = int(self.beyond)
-            if count == 10 ** (len(str(count)) - 1):  # each tenfold number is told
+            if count == 10 ** (len(str(count)) - 1):  # each tenfold number is logged
                 logger.warning(
                     "%d image%s had values beyond %g … %g, which are clipped, the last is %s with %g … %g: set "
                     "data.range=[low,high]",
@@ -140,7 +140,7 @@ ImageSize = Count | Annotated[Sequence[Count], MinLen(2), MaxLen(2)]  # of both 
 
 
 def sides(size: int | Sequence[int]) -> tuple[int, int]:
-    """Return the height and the width that a size says."""
+    """Return a size as height and width."""
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
 

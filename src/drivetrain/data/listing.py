@@ -134,7 +134,7 @@ class SetFolders:
     not_read: list[str] = field(default_factory=list)  # folders beside train/ that are no set's
 
     def origins(self, held_out: str) -> dict[str, str]:
-        """Return where each set comes from, in words; `held_out` says it of a test set without a folder."""
+        """Return where each set comes from, in words; `held_out` is that of a test set without a folder."""
         if not self.test:
             return {"test": held_out}
         sets = {"train": [self.train], "test": self.test.values(), "validation": self.validation.values()}

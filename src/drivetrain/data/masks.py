@@ -177,7 +177,7 @@ def _name_of(path: str) -> str:
 
 
 def classes_of(found: Sequence[int], ignore: int | None, palettes: bool, classes: int | None, where: str) -> list[int]:
-    """Return the value of each class of masks that hold these values, in order. Raises DataError where they do not tell.
+    """Return the value of each class of masks that hold these values, in order. Raises DataError where they do not decide it.
 
     Two values, 0 and another, are two classes. Small numbers are class numbers, and `ignore` beside them does not count.
     """
@@ -233,7 +233,7 @@ class Look(NamedTuple):
     pixels: Counter[int]  # value → number of pixels
     palette: bool
     name: str  # of the image
-    turns: bool | None  # whether the mask is stored as the image is, and turns with it; None: their sizes do not tell
+    turns: bool | None  # whether the mask is stored as the image is, and turns with it; None: their sizes do not show it
     turned: bool  # whether the image is turned at all
 
 
@@ -251,7 +251,7 @@ def _look(image: str, mask: str, max_pixels: int, coloured: bool) -> Look:
 
 
 def _turning(looks: Iterable[Look]) -> bool | None:
-    """Return whether masks turn with their images where sizes do not tell, as in the other pairs; None if none has to be told."""
+    """Return whether masks turn with their images where sizes do not tell, as in the other pairs; None if no mask needs it."""
     told = {look.turns for look in looks if look.turned} - {None}
     untold = [look.name for look in looks if look.turned and look.turns is None]
     if untold and len(told) != 1:
@@ -285,7 +285,7 @@ class MaskReading:
     values: tuple[int, ...]  # of the classes
     ignore: int | None  # a value that does not count
     max_pixels: int
-    turns: bool | None  # where its size does not tell: whether a mask is stored as its image is
+    turns: bool | None  # where its size does not show it: whether a mask is stored as its image is
     found: str = ""  # their values in words
 
     def read(self, path: str, image: str, layout: WantedPart, size: int | Sequence[int]) -> torch.Tensor:

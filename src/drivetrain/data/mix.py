@@ -253,7 +253,7 @@ class Mix(Data):
         )  # fmt: skip
 
     def order_of(self, source: Source, run: RunSpec) -> Order:
-        """Return the order of the mixture, and say each source's share. Raises UserError where one is read too often."""
+        """Return the order of the mixture, and log each source's share. Raises UserError where one is read too often."""
         assert isinstance(source, Joined)
         shares = [self._shares(Mix.of(stage.run), source.sizes) for stage in run.stages] or [self._shares(self, source.sizes)]
         largest, share = max((size, share) for size, share in zip(source.sizes, shares[0], strict=True) if share)

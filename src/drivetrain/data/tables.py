@@ -33,7 +33,7 @@ FRACTION = r"[-+]?\d+[.]\d+([eE][-+]?\d+)?"
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a table's file, as far as the user says it; None: as the file shows it."""
+    """The form of a table's file, as the user set it; None: as found in the file."""
 
     separator: str | None = None
     encoding: str | None = None

@@ -33,7 +33,7 @@ class TargetReader:
     separator: str | None = None  # between several labels in one cell
     classes: Sequence[str] | None = None  # of the outputs, once they are known; None for values, and for numbers without names
     numbered: bool = False  # a whole number is the number of a class, which has no name
-    hint: str = ""  # what says which cells hold no value
+    hint: str = ""  # the setting for cells without a value
     units: Units | None = None
 
     def learn(self, rows: Cells, train: Cells) -> None:

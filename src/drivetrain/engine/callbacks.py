@@ -67,10 +67,10 @@ class Callbacks:
         self._tell("save")
 
     def log_image(self, name: str, update: int, path: Path) -> None:
-        """Callbacks are not told of pictures."""
+        """Callbacks get no pictures."""
 
     def close(self, status: str) -> None:
-        """The log ended: `end` told them already."""
+        """The log ended: callbacks know by `end`."""
 
     def end(self, status: str) -> None:
         """The run ended. An exception is in `error` afterwards, if none was there before."""
@@ -110,7 +110,7 @@ class Callbacks:
 
 @dataclass(eq=False)
 class CallbackStep(WrappingStep):
-    """A step that tells of each update that was made, while its gradients are still there."""
+    """A step that reports each update that was made, while its gradients are still there."""
 
     tell: Callable[[], None]
     made: bool = False  # the update was not skipped

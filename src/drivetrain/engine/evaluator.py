@@ -254,7 +254,7 @@ class Evaluator:
         return {str(Figure(metric, averaged, name)): value for metric, value in figures.items()}
 
     def _without_targets(self, name: str, where: str) -> dict[str, float]:
-        """Say that a set has nothing to measure by. Raises UserError where models are selected by it."""
+        """Log that a set has nothing to measure by. Raises UserError where models are selected by it."""
         line = f"{where} has no target that counts (all are ignored), so that nothing can be measured on it"
         if self.set == next(iter(self.sets)) and Figure.parse(self.selected).set == name:
             raise UserError(f"{line}, and models are selected by it: give it samples with targets, or select by another set")

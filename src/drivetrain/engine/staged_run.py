@@ -213,7 +213,7 @@ def _named(number: int) -> Iterator[None]:
 
 
 def _shapes(context: RunContext, stage: Stage) -> Mapping[str, tuple[int, ...]]:
-    """The shapes of a stage's parameters, by name; {} where they cannot be told without the data."""
+    """The shapes of a stage's parameters, by name; {} where the data decides them."""
     run, shape = stage.run, stage.run.data.shape()
     if shape is None or not isinstance(context.data.shape, tuple) or len(shape) != len(context.data.shape):
         return {}

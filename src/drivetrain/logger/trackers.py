@@ -50,7 +50,7 @@ class Wandb(Tracker):
     """Log to Weights & Biases, by default into the run's directory, from where `wandb sync` sends it."""
 
     package = "wandb"
-    _exit_code = 1  # of a run that does not say how it ended
+    _exit_code = 1  # of a run without a known end
 
     def __init__(
         self,

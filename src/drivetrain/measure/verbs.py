@@ -48,7 +48,7 @@ def folder(job: Job, verb: str) -> Path:
 
 
 def write(place: Path, name: str, page: sheet.Sheet, command: Sequence[str], content: object) -> None:
-    """Write NAME.json, and NAME.html, which ends with the command and the environment; say where."""
+    """Write NAME.json, and NAME.html, which ends with the command and the environment; print where."""
     write_json(place / f"{name}.json", content)
     found = origin(command, environment.describe([], "", {}))
     replace(page, sections=[*page.sections, *found]).write(place / f"{name}.html")

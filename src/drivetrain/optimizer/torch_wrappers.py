@@ -39,7 +39,7 @@ def _is_accepted(name: str, device: str) -> bool:
 
 
 class _Placed(torch.nn.Parameter):
-    """A parameter in the CPU's memory whose `device` is what it is told to be."""
+    """A parameter in the CPU's memory that claims to be on another `device`."""
 
     place = torch.device("cpu")
 

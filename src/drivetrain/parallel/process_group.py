@@ -78,7 +78,7 @@ ENDPOINT = re.compile(r"[^\s:]+:(\d{1,5})")
 
 
 def device_id(device: torch.device) -> str | None:
-    """Return what tells a rank's device from all others of its machine; None for a CPU, which ranks share."""
+    """Return a rank's device as it is known among those of its machine; None for a CPU, which ranks share."""
     if device.type == "cpu":
         return None
     properties = torch.get_device_module(device).get_device_properties(device)

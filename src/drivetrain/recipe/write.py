@@ -29,7 +29,7 @@ FORMS = {  # key → what its text must look like, and that in words
 
 @dataclass(frozen=True)
 class Header:
-    """The facts that a written recipe says of itself. All are None in one that was written by hand."""
+    """A written recipe's facts about itself. All are None in one that was written by hand."""
 
     schema: int | None = None
     drivetrain: str | None = None  # the version that wrote it

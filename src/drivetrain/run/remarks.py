@@ -1,4 +1,4 @@
-"""The remarks on a run's figures, in sentences for its last lines and its page. Where they say nothing, there is none."""
+"""The remarks on a run's figures, in sentences for its last lines and its page. Figures without a remark have none."""
 
 from __future__ import annotations
 

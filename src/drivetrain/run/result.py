@@ -14,7 +14,7 @@ from drivetrain.core.machine.files import read_json, write_json
 from drivetrain.core.options.selection import Figure
 from drivetrain.core.typed import JsonMapping, JsonObject, fits, is_number, is_table
 
-TOLD = 0.02  # the width from which an interval is told beside its figure
+TOLD = 0.02  # the width from which a figure has its interval beside it
 
 
 def interval(share: float, count: int) -> tuple[float, float]:
@@ -57,7 +57,7 @@ class Result:
     skipped_samples: int | None = None  # that could not be read; null where the data cannot skip
     peak_memory_bytes: int | None = None
     own_process: bool = False  # its process was started for this run alone: else a CPU's peak of memory includes other work
-    energy_joules: float | None = None  # that the GPUs used while it trained, by their own counters; null where nothing tells
+    energy_joules: float | None = None  # that the GPUs used while it trained, by their own counters; null without one
     shares: dict[str, int] = field(default_factory=dict)  # figure that is a share of a test set's samples → how many these are
     data: JsonObject | None = None  # the fingerprint of the training set: hash, of (what was hashed), samples
     resumed_at: int | None = None  # the update at which this part of the run began; null where it is the whole run
@@ -80,7 +80,7 @@ class Result:
 
     @property
     def in_short(self) -> str:
-        """Its error in one line, or else what its figures say above all; "" where there is nothing to say."""
+        """Its error in one line, or else the main remark on its figures, or ""."""
         return (self.error or next(iter(self.remarks), "").partition(":")[0]).split("\n")[0]
 
     @property

@@ -185,7 +185,7 @@ def _wrong_with(file: Path, expected: str, size: int | None) -> str | None:
 
 
 def about(checkpoint: Path) -> JsonObject:
-    """Return what a checkpoint says of the model, such as input shape and classes."""
+    """Return a checkpoint's facts about the model, such as input shape and classes."""
     found: JsonObject = read(checkpoint)["about"]
     return found
 

@@ -45,7 +45,7 @@ def check(run_dir: Path, update: int, needed: int) -> None:
     """Raise CannotSave if the disk has less space than a checkpoint needs."""
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(run_dir)
-        if usage.total and usage.free < needed:  # some network disks tell no sizes
+        if usage.total and usage.free < needed:  # some network disks report no sizes
             raise cannot_write(f"checkpoint {update}", run_dir, "no space left on the disk", needed, usage.free)
 
 

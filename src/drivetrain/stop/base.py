@@ -49,7 +49,7 @@ class TimeToTarget:
         logger.info("target %s reached after %s updates, %.1f s", self.reach, f"{self.update:,}", self._seconds)
 
     def record(self) -> JsonObject:
-        """The record of it in result.json; null where the target was not reached, or nothing tells."""
+        """The record of it in result.json; null where the target was not reached."""
         return {
             "reach": str(self.reach),
             "update": self.update,

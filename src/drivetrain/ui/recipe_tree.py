@@ -17,7 +17,7 @@ OFF = ("none", "single", "constant", "")
 
 
 class GroupLine(NamedTuple):
-    """The line of a group. `set` says what was set by an override or by the recipe, and not by default."""
+    """The line of a group. `set` has what an override or the recipe set, not the defaults."""
 
     group: str
     option: str

@@ -24,7 +24,7 @@ from drivetrain.ui.pages.style import SCRIPT, STYLE
 
 VERDICTS = ("PASS", "FAIL", "INCONCLUSIVE")
 NARROW = 42  # characters of a phone's screen
-EMPTY = ("–", "")  # cells that say nothing
+EMPTY = ("–", "")  # cells without content
 NAMED = 8  # columns without room that are named
 # Nothing is fetched, whatever text a page holds.
 LONG_WORD = 16  # letters
@@ -168,7 +168,7 @@ class Table:
         return replace(self, header=[self.header[n] for n in numbers], rows=[[row[n] for n in numbers] for row in self.rows])
 
     def used(self, always: int = 1) -> Table:
-        """Without the columns in which no row says anything; the first `always` ones stay."""
+        """Without the columns that are empty in all rows; the first `always` ones stay."""
         columns = list(zip(*self.texts(), strict=True)) or [()] * len(self.header)
         return self.only([n for n, cells in enumerate(columns) if n < always or not set(cells) <= set(EMPTY)])
 
@@ -267,7 +267,7 @@ def facts(rows: Sequence[tuple[str, str]], name: str) -> Table:
 
 
 def machine(about: Mapping[str, object]) -> Table:
-    """The versions and the machine of an environment.json, as far as it says them."""
+    """The versions and the machine of an environment.json, as far as it has them."""
     versions = about.get("versions")
     named = {name: about.get(name) for name in ("drivetrain", "python", "platform", "processor", "git_commit", "lock_hash")}
     named |= versions if isinstance(versions, dict) else {}

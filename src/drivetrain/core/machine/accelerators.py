@@ -109,18 +109,18 @@ def _ask_in_child(type_: str) -> Accelerator:
 
 
 def used(device: torch.device) -> tuple[str, float] | None:
-    """The device's own id and the joules that it has used so far; None where nothing tells."""
+    """The device's own id and the joules that it has used so far; None without a counter."""
     return _told(device, lambda nvml, handle: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
 
 
 def busy(device: torch.device) -> float | None:
-    """The share of the last moments in which the device computed; None where nothing tells."""
+    """The share of the last moments in which the device computed; None without a counter."""
     found = _told(device, lambda nvml, handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
     return None if found is None else found[1]
 
 
 def _told(device: torch.device, question: Callable[[Any, Any], float]) -> tuple[str, float] | None:
-    """The device's own id and its answer; None where nothing tells."""
+    """The device's own id and its answer; None without one."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     if (pynvml := _nvml()) is None:
@@ -144,7 +144,7 @@ def _nvml() -> Any:
 
 
 def total(before: Sequence[tuple[str, float] | None], after: Sequence[tuple[str, float] | None]) -> float | None:
-    """The joules that the devices of all ranks have used between two readings, each device once; None where one did not tell."""
+    """The joules that the devices of all ranks have used between two readings, each once; None where one has no counter."""
     first, last = dict(filter(None, before)), dict(filter(None, after))
     if None in before or None in after or not after:
         return None

@@ -100,7 +100,7 @@ def memory_bytes() -> int:
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """The memory of an accelerator; None of a CPU, and where the device does not tell."""
+    """The memory of an accelerator; None for a CPU, or where the device does not report it."""
     import torch
 
     try:

@@ -34,7 +34,7 @@ def import_path() -> str:
 def processor_seconds() -> float:
     """The seconds of processor time that this process and its children, such as a loader's workers, have used so far."""
     total = time.process_time()
-    with suppress(OSError, ValueError):  # Linux alone tells, and a child may end meanwhile
+    with suppress(OSError, ValueError):  # only on Linux; a child may end meanwhile
         for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split():
             user, system = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]
             total += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

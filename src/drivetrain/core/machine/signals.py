@@ -109,7 +109,7 @@ class StopFlag:
 
     @classmethod
     def waited_long_enough(cls, since: float, grace: float = 0.0) -> bool:
-        """Return whether what this process's run waits for is not waited for any longer: it was told to stop.
+        """Return whether the run must give up a wait: it was told to stop.
 
         The wait began at `since`. What counts is its time after the signal.
         """
@@ -118,13 +118,13 @@ class StopFlag:
 
     @classmethod
     def can_save_now(cls, can: bool) -> None:
-        """Say whether this process's run could save where it is now: then it soon stops waiting once it was told to stop."""
+        """Set whether the run could save at this point: then it soon stops waiting once it was told to stop."""
         if cls._of_run is not None:
             cls._of_run._patience = SOON_S if can else STOP_WAIT_S
 
     @classmethod
     def nothing_to_save(cls) -> None:
-        """Say that all of this process's run is saved, or is to be thrown away: told to stop, it need not come to an update."""
+        """Note that all of the run is saved, or is to be thrown away: told to stop, it need not reach an update."""
         cls.can_save_now(True)
         if cls._of_run is not None:
             cls._of_run._may_stop = True

@@ -75,7 +75,7 @@ class Batch:
 
     @abstractmethod
     def sizes(self) -> tuple[object, ...]:
-        """Return the settings that say how many samples are in which update."""
+        """Return the settings that decide how many samples each update has."""
 
     @abstractmethod
     def stretches(self, epochs: int) -> list[range]:
@@ -177,10 +177,10 @@ class Data:
 
     @abstractmethod
     def train_samples(self) -> int | None:
-        """Return the number of training samples; None where only loading tells."""
+        """Return the number of training samples; None where it is not known before loading."""
 
     def shape(self) -> tuple[int, ...] | None:
-        """Return the shape of one input; None where only loading tells."""
+        """Return the shape of one input; None where it is not known before loading."""
         return None
 
     def decodes_images(self) -> bool:

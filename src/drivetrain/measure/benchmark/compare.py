@@ -186,7 +186,7 @@ class Row:
         }
 
     def interval(self) -> str:
-        """The interval of the ratio, and what it tells; why there is none."""
+        """The interval of the ratio and its meaning, or why there is none."""
         if self.ratio is None:
             return "–"
         if not self.ratio.low:
@@ -375,7 +375,7 @@ def _updates(variant: Variant | None, verdict: Verdict | None, target: str | Non
     return over.updates if over is not None else None
 
 
-UNEVEN = 1.3  # times the median that the mean of an update may be off: beyond it rate and median tell different stories
+UNEVEN = 1.3  # times the median that the mean of an update may be off: beyond it rate and median differ
 
 
 def notes_on(variants: Sequence[Variant], verdicts: Sequence[Verdict | None] = ()) -> Iterator[str]:

@@ -20,7 +20,7 @@ Pick = Literal["last", "first", "best"]
 
 
 class Unmeasured(Exception):
-    """A run whose figure cannot be told, and why."""
+    """A run without a figure, and why."""
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ class DeviceMemory(NamedTuple):
     """The memory of a variant's device after the variant's warm-up, in bytes."""
 
     used: int  # by the variant
-    free: int | None  # None where the device does not say
+    free: int | None  # None where the device does not report it
 
 
 def read_memory(device: torch.device, world: World) -> DeviceMemory:

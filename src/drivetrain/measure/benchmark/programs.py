@@ -120,7 +120,7 @@ class _Slots(dict[str, str]):
 
 
 def _waited_s() -> float:
-    """The seconds that the processes of this user's machine have waited for a core, as Linux tells; 0 elsewhere."""
+    """The seconds that the processes of this user's machine have waited for a core, by Linux's count; 0 elsewhere."""
     try:
         some = files.read_text(Path("/proc/pressure/cpu")).split("total=")[1].split()[0]
         return int(some) / 1e6

@@ -240,7 +240,7 @@ TRAINING_LOSS = "training loss"
 
 
 def seconds_to(reach: Reach | str) -> str:
-    """The name of the figure that says how long a run took to its target."""
+    """The name of the figure with a run's time to its target."""
     return f"seconds to {reach}"
 
 

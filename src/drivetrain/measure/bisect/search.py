@@ -246,7 +246,7 @@ def numbers(chosen: Iterable[int]) -> str:
 
 
 class Unresolved(Exception):
-    """The budget is used before a question is decided; the message says which."""
+    """The budget is used before a question is decided, named in the message."""
 
 
 @dataclass

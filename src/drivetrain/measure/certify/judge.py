@@ -222,7 +222,7 @@ class TraceVerdict:
 
 
 def judge(tested: Trace, reference: Trace, floors: Floors, coarser: bool = False) -> TraceVerdict:
-    """Compare two traces; `coarser` says that the two runs use different number formats."""
+    """Compare two traces; `coarser`: the two runs use different number formats."""
     findings = list(_findings(tested, reference, floors))
     order = {phase: i for i, phase in enumerate(PHASES)}
     place = {key: i for i, key in enumerate(reference.entries)}

@@ -33,7 +33,7 @@ from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 
 HOLDS, REFUTED, UNTOLD, SKIPPED = "holds", "does not hold", "cannot be told here", "not measured"
-NOTHING_TOLD = 4  # the exit code where nothing was refuted, and nothing could be told
+NOTHING_TOLD = 4  # the exit code where nothing was refuted, and nothing could be decided
 LEVEL = 0.02  # of a refutation by chance
 FLOOR = 0.005  # a metric may always be worse by this share of its mean
 WIDE = 0.05  # chance that allows a larger share confirms nothing, unless it is within 2 standard deviations of the new seeds
@@ -112,10 +112,10 @@ class OfRuns:
     key: str
     made: Callable[[Sequence[Facts], str | None, str | None], claims.Kind | None]
     judge: Callable[[Any, Any, ClaimRuns], tuple[str, str]]
-    needs_device: bool = False  # whether it can be told on the same device only
+    needs_device: bool = False  # whether only the same device can decide it
 
     def cannot_tell(self, differ: Differences) -> str:
-        """The reason why it cannot be told here; "" where it can."""
+        """The reason why it cannot be decided here, or ""."""
         if differ.data:
             return f"other data: {differ.data}"
         return f"another device: {differ.device or differ.kind}" if self.needs_device and (differ.device or differ.kind) else ""
@@ -275,7 +275,7 @@ class Verified:
 
     @property
     def code(self) -> int:
-        """The exit code. 1: something does not hold. 0: nothing is refuted, and something holds. 4: nothing can be told here."""
+        """The exit code. 1: something fails. 0: nothing is refuted, and something holds. 4: nothing can be decided here."""
         outcomes = {answer.outcome for answer in self.answers}
         return FAILED if REFUTED in outcomes else DONE if HOLDS in outcomes else NOTHING_TOLD
 

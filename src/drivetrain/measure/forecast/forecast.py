@@ -340,7 +340,7 @@ class Subject:
             ) from None
 
     def unmade(self) -> list[str]:
-        """The note that says so, where weights were too large to be made here."""
+        """The note for weights that were too large to be made here."""
         nbytes = sum(p.nbytes for p in self.rehearsal.trainer.model.parameters())
         named = f"weights of {size(nbytes)} were not made: whether this CPU keeps layers in float32 was not measured"
         return [named] if nbytes > self.plan.values > 0 else []

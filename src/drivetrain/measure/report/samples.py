@@ -1,4 +1,4 @@
-"""The samples of a run's page: the worst ones and others, drawn with what the model says of them."""
+"""The samples of a run's page: the worst ones and others, drawn with the model's answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IGNORED = -100  # a target that no loss counts
 
 @dataclass
 class ShownSample:
-    """A sample, what it is, and what the model says of it."""
+    """A sample, its target, and the model's answer."""
 
     name: str
     x: Any

@@ -329,7 +329,7 @@ def _changes(run: RunFiles) -> list[Section]:
 
 
 def _default(config: dict[str, Any], key: str) -> Any:
-    """The value that drivetrain's own files of options give a key, as it is written there; "–" where they do not say it."""
+    """The value that drivetrain's own files of options give a key, as it is written there; "–" where they have none."""
     group, _, name = key.partition(".")
     if not name:
         return {**catalog.root_config(), **catalog.default_options()}.get(key, "–")
