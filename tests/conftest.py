@@ -23,9 +23,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits by sp
 
 from drivetrain.core.machine import signals
 from drivetrain.core.machine.isolation import isolated
-from tests.support import composed, fork_server
+from tests.support import composed, fork_server, leftovers
 
 sys.dont_write_bytecode = False
+leftovers.end_with_pytest()
 fork_server.install()
 composed.install()
 fork_server.do_not_wait_for_the_disk()
