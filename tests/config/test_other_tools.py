@@ -231,6 +231,23 @@ MISTYPED = {  # as new users typed them → the mend
     "ema.beta=0.9": "ema.decay",
     "random_state=1": "runtime.seed",
     "precision=float16": "precision=amp",
+    # By their words, which no table has as they are.
+    "num_train_epoch=3": "epochs",
+    "train_batch_size_per_gpu=8": "batch.global_batch",
+    "max_train_steps=100": "updates",
+    "val_freq=2": "evaluate_every",
+    "validate_every_n_epochs=2": "evaluate_every",
+    "freeze_encoder=true": "model.freeze",
+    "lora_target_module=[q]": "adapter.targets",
+    "gradient_clipping=1": "clip",
+    "TrainingArguments.learning_rate=0.1": "optimizer.lr",
+    "datamodule.batch_size=8": "batch.global_batch",
+    "data.val_fraction=0.1": "validation",
+    "loss=SigmoidFocalLoss": "focal",
+    "metrics=[MultilabelAUROC]": "auroc",
+    "augment=RandomHorizontalFlip": "flip_crop",
+    "scheduler=get_cosine_schedule": "cosine",
+    "n_splits=5": "data.folds",
 }
 
 

@@ -127,7 +127,7 @@ class KeySetter:
             place = f"{inside} of {group}=[{','.join(chosen)}]"
             having = [f"{group}.{name}.{part}" for name in chosen if name in self._having(group, part)]
             hint = f"set {' or '.join(having)}" if depth == 1 and having else did_you_mean(part, names)
-        elif part in SECTIONS and rest and not depth:
+        elif part.lower().replace("_", "") in SECTIONS and rest and not depth:
             hint = self._hint(part if here(key) else "", rest, names)
         else:
             hint = self._hint(inside, part, names)

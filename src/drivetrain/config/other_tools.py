@@ -1,12 +1,35 @@
+# long: the names of other tools are one table
 """Names that other frameworks have for settings: the answer to them gives drivetrain's name."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 
 from drivetrain.core.errors import did_you_mean, folded, near_names
 
 SURE = 0.75  # likeness of a name of another group
+TYPED = 0.8  # of a name that was mistyped
+ALIKE, CLOSE = 0.6, 0.85  # of words; of the best likeness
+MEANS = {  # words that people say → the words of names
+    **dict.fromkeys(("val", "valid", "dev"), "validation"), **dict.fromkeys(("eval", "evaluation", "validate"), "evaluate"),
+    **dict.fromkeys(("ckpt", "snapshot"), "checkpoint"), **dict.fromkeys(("dir", "directory"), "folder"),
+    **dict.fromkeys(("output", "result"), "out"), **dict.fromkeys(("len", "seq"), "length"), "save": "saving", "col": "column",
+    "feature": "column", "optim": "optimizer", "opt": "optimizer", "sched": "scheduler", "learning": "lr", "img": "image",
+    **dict.fromkeys(("aug", "augmentation", "transform", "transformation"), "augment"), "crossentropy": "entropy", "wd": "decay",
+    **dict.fromkeys(("freq", "frequency", "interval", "period"), "every"), "gpu": "device", "machine": "node", "seeds": "seed",
+    **dict.fromkeys(("ratio", "fraction", "split", "size", "portion", "percent"), "share"), "filename": "path", "file": "path",
+    **dict.fromkeys(("standardize", "standardise", "normalise", "standardization", "normalization"), "normalize"),
+    **dict.fromkeys(("step", "iteration", "iter"), "update"), "thread": "thread", "filepath": "path", "logging": "log",
+    **dict.fromkeys(("resolution", "px", "sz"), "share"), **dict.fromkeys(("reload", "continue", "restore", "restart"), "resume"),
+    **dict.fromkeys(("predictor", "input", "exclude", "ignore", "drop", "skip"), "column"), "label": "target", "cpu": "cpu",
+    **dict.fromkeys(("impute", "imputation", "fill", "fillna"), "missing"), **dict.fromkeys(("ppl",), "perplexity"),
+    **dict.fromkeys(("num", "n", "number", "of", "the", "use", "do", "enable", "with", "my", "total", "is", "from"), ""),
+    **dict.fromkeys(("effective", "local", "peak", "initial", "base", "exp", "cfg", "config", "name", "type", "method"), ""),
+}  # fmt: skip
 
 ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Hugging Face's, timm's, and everyday words
     "batch.size": "batch.global_batch",
@@ -377,6 +400,235 @@ ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Huggin
     "metrics=f1_macro": "metrics=[f1]",
     "metrics=map": "metrics=[average_precision]",
     "metrics=mse": "metrics=[rmse]",
+    # Keras, scikit-learn, XGBoost, pandas
+    "n_splits": "data.folds",
+    "data.n_splits": "data.folds",
+    "cv": "data.folds",
+    "cross_validation": "data.folds",
+    "k_folds": "data.folds",
+    "num_boost_round": "epochs",
+    "early_stopping_rounds": "stop=early",
+    "eval_set": "data.validation",
+    "validation_data": "data.validation",
+    "validation_file": "data.validation",
+    "initial_epoch": "resume",
+    "n_jobs": "runtime.threads",
+    "nthread": "runtime.threads",
+    "objective": "loss",
+    "criterion": "loss",
+    "loss_function": "loss",
+    "loss_fn": "loss",
+    "eta": "optimizer.lr",
+    "optimizer.eta": "optimizer.lr",
+    "optimizer.step_size": "optimizer.lr",
+    "reg_lambda": "optimizer.weight_decay",
+    "learning_rate_init": "optimizer.lr",
+    "hidden_layer_sizes": "model.hidden",
+    "sample_weight": "data.order=weighted",
+    "positive_label": "metrics.f1.positive",
+    "pos_label": "metrics.f1.positive",
+    "scale_pos_weight": "loss.pos_weight",
+    "stratify": "data.folds",
+    "data.sep": "data.delimiter",
+    "data.separator": "data.delimiter",
+    "data.usecols": "data.columns",
+    "data.features": "data.columns",
+    "data.drop_columns": "data.columns",
+    "data.drop": "data.columns",
+    "data.na_values": "data.na",
+    "data.fillna": "data.missing=fill",
+    "data.test_split": "data.holdout",
+    "data.val_size": "data.validation",
+    "data.test_size": "data.holdout",
+    "data.train_dir": "data.root",
+    "data.csv_path": "data.path",
+    "data.csv_file": "data.path",
+    "data.resize": "data.size",
+    "data.image_shape": "data.size",
+    "data.img_height": "data.size",
+    "data.height": "data.size",
+    "data.width": "data.size",
+    "data.max_len": "data.length",
+    "data.pin_memory": "loader.pin_memory",
+    "train_dir": "data.root",
+    "train_file": "data.path",
+    "data=csv_file": "data=tabular",
+    "data=table": "data=tabular",
+    "data=pandas": "data=tabular",
+    "data=parquet": "data=tabular",
+    # losses, schedules, metrics and options by their other names
+    "loss=binary_cross_entropy": "loss=bce",
+    "loss=mean_squared_error": "loss=mse",
+    "loss=l2": "loss=mse",
+    "loss=mean_absolute_error": "loss=l1",
+    "loss=smooth_l1": "loss=huber",
+    "loss=smooth_l1_loss": "loss=huber",
+    "loss=nll": "loss=cross_entropy",
+    "loss=nll_loss": "loss=cross_entropy",
+    "loss=log_loss": "loss=cross_entropy",
+    "loss=softmax": "loss=cross_entropy",
+    "loss=info_nce": "loss=contrastive",
+    "loss=clip": "loss=contrastive",
+    "metrics=mean_absolute_error": "metrics=[mae]",
+    "metrics=mean_squared_error": "metrics=[rmse]",
+    "metrics=root_mean_squared_error": "metrics=[rmse]",
+    "metrics=r2_score": "metrics=[r2]",
+    "metrics=top_k_accuracy": "metrics=[top5]",
+    "metrics=sensitivity": "metrics=[recall]",
+    "metrics=jaccard": "metrics=[iou]",
+    "metrics=ece": "metrics=[calibration_error]",
+    "metrics=classification_report": "metrics=[per_class]",
+    "scheduler.T_max": "scheduler.length",
+    "scheduler.T_0": "scheduler.cycles",
+    "scheduler.eta_min": "scheduler.final",
+    "scheduler.min_lr": "scheduler.final",
+    "scheduler.num_warmup_steps": "scheduler.warmup",
+    "scheduler.total_steps": "scheduler.length",
+    "scheduler.pct_start": "scheduler.warmup",
+    "scheduler.max_lr": "optimizer.lr",
+    "model.drop_rate": "model.dropout",
+    "model=linear": "model=mlp",
+    "model=logistic_regression": "model=mlp",
+    "model=cnn": "model=resnet9",
+    "model=resnet": "model=resnet9",
+    "model=neural_network": "model=mlp",
+    "model=feedforward": "model=mlp",
+    "model.dims": "model.hidden",
+    "model.num_labels": "data.classes",
+    "batch_sz": "batch.global_batch",
+    "val_batch_size": "evaluate_batch",
+    "test_batch_size": "evaluate_batch",
+    "lr0": "optimizer.lr",
+    "peak_lr": "optimizer.lr",
+    "optimizer.b1": "optimizer.beta1",
+    "optimizer.b2": "optimizer.beta2",
+    "optimizer=momentum": "optimizer=sgd",
+    "scheduler=flat": "scheduler=constant",
+    "lr_policy": "scheduler",
+    "lr_strategy": "scheduler",
+    "loss=xent": "loss=cross_entropy",
+    "loss=sigmoid": "loss=bce",
+    "loss=pinball": "loss=quantile",
+    "loss=simclr": "loss=contrastive",
+    "loss=ntxent": "loss=contrastive",
+    "metrics=ppl": "metrics=[perplexity]",
+    "data=custom": "data=own",
+    "data.source": "data.path",
+    "data.location": "data.path",
+    "data.class_column": "data.target",
+    "data.scale": "data.normalize",
+    "data.resolution": "data.size",
+    "data.px": "data.size",
+    "data.predictors": "data.columns",
+    "data.exclude": "data.columns",
+    "data.impute": "data.missing=fill",
+    "precision=full": "precision=fp32",
+    "precision=single": "precision=fp32",
+    "parallel=fully_sharded": "parallel=fsdp",
+    "parallel=fully_sharded_data_parallel": "parallel=fsdp",
+    "parallel=distributed_data_parallel": "parallel=ddp",
+    "compile=default": "compile=inductor",
+    "ema.alpha": "ema.decay",
+    "logger=weights_and_biases": "logger=[files,wandb]",
+    "test_every": "evaluate_every",
+    "save_path": "output_dir",
+    "checkpoints_dir": "output_dir",
+    "exp_name": "hydra.job.name",
+    "num_cpu": "runtime.threads",
+    "num_cpus": "runtime.threads",
+    "device_type": "runtime.device",
+    "use_mps": "runtime.device",
+    "continue_from": "resume",
+    "continue": "resume",
+    "reload": "resume",
+    "warm_start": "model.weights",
+    "init_from": "model.weights",
+    "lora_dim": "adapter.rank",
+    "smoke_test": "debug=fast",
+    "num_loader_workers": "loader.num_workers",
+    "model=dense": "model=mlp",
+    "model.checkpoint": "model.weights",
+    "model.load_from": "model.weights",
+    "model.ckpt": "model.weights",
+    "model.backbone": "model.name",
+    "model.arch": "model.name",
+    "mini_batch_size": "batch.global_batch",
+    "batch_size_per_gpu": "batch.global_batch",
+    "steps_per_update": "batch.accumulation_steps",
+    "save_interval": "saving.every_updates",
+    "checkpoint_every": "saving.every_updates",
+    "save_best_model": "saving=best",
+    "best_metric": "select",
+    "lr_decay_epochs": "scheduler=step",
+    "lr_decay": "scheduler",
+    "lr_gamma": "scheduler.gamma",
+    "logging_dir": "output_dir",
+    "autocast": "precision=amp",
+    "stochastic_weight_averaging": "ema=swa",
+    "ema_rate": "ema.decay",
+    "ema.momentum": "ema.decay",
+    "peft": "adapter=lora",
+    "loss=kl_div": "loss=distill",
+    "loss=categorical": "loss=cross_entropy",
+    "metrics=pr_auc": "metrics=[average_precision]",
+    "metrics=top1": "metrics=[accuracy]",
+    "metrics=cm": "metrics=[confusion_matrix]",
+    "data=torchvision": "data=own",
+    "data=pytorch": "data=own",
+    "data.k": "data.folds",
+    "data.categorical": "data.columns",
+    "data.standardize": "data.normalize",
+    "data.imgsz": "data.size",
+    "data.image_dir": "data.root",
+    "data.train_ratio": "data.holdout",
+    "compile=reduce_overhead": "compile=cudagraph",
+    "finetune": "model.weights",
+    "model=hf": "model=transformers",
+    "model=huggingface": "model=transformers",
+    "model=sklearn": "data.baseline=true",
+    "augment=cutout": "augment=[random_erasing]",
+    "augment=random_horizontal_flip": "augment=[flip_crop]",
+    "augment=random_crop": "augment=[flip_crop]",
+    "augment=auto_augment": "augment=[randaugment]",
+    "augment=augmix": "augment=[trivialaugment]",
+    "augment=normalize": "data.normalize",
+    "augment=resize": "data.size",
+    "augment=rotation": "augment=[randaugment]",
+    "augment=random_rotation": "augment=[randaugment]",
+    "parallel=data_parallel": "parallel=ddp",
+    "parallel=horovod": "parallel=ddp",
+    "parallel=zero": "parallel=fsdp",
+    "parallel=accelerate": "parallel=ddp",
+    "task=object_detection": "task=own",
+    "task=detection": "task=own",
+    "zero_stage": "parallel=fsdp",
+    "use_gpu": "runtime.device=cuda",
+    "optimizer.l2": "optimizer.weight_decay",
+    "optimizer.l2_regularization": "optimizer.weight_decay",
+    "task=sft": "task=instruction",
+    "task=clm": "task=language_modelling",
+    "task=causal_lm": "task=language_modelling",
+    "task=mlm": "task=language_modelling",
+    "task=seq2seq": "task=instruction",
+    "num_machines": "parallel.nnodes",
+    "num_gpu": "parallel.nproc",
+    "save_weights_only": "saving",
+    "checkpoint_callback": "saving",
+    "model_checkpoint": "saving",
+    "results_dir": "output_dir",
+    "out_dir": "output_dir",
+    "workdir": "output_dir",
+    "print_every": "log_every",
+    "print_freq": "log_every",
+    "log_steps": "log_every",
+    "grad_clip": "clip.max_norm",
+    "clip_norm": "clip.max_norm",
+    "clipnorm": "clip.max_norm",
+    "cache": "loader=resident",
+    "model_name": "model.name",
+    "pretrained_model_name_or_path": "model.name",
+    "per_device_batch_size": "batch.global_batch",
+    "teacher": "loss=distill",
 }
 BOOSTING = "networks are trained here: set model=mlp, or train it by its own library"
 NOT_HERE = {  # settings of other tools that have no like here → why
@@ -413,6 +665,44 @@ NOT_HERE = {  # settings of other tools that have no like here → why
     "epoch_repeats": "set epochs",
     "format": "of an export it is a word of its own: drivetrain export RUN onnx",
     "verbose": "say -q for the result alone",
+    "precision=double": "networks are trained in float32 or less",
+    "precision=fp64": "networks are trained in float32 or less",
+    "precision=int8": "training in int8 is not supported: precision=fp8",
+    "mode": "which value is better is the metric's own: select=METRIC",
+    "validation_steps": "debug=fast debug.eval_batches=N evaluates N batches",
+    "quantize": "drivetrain list precision",
+    "scheduler=LambdaLR": "write a schedule of your own: drivetrain list scheduler, or docs/extending.md",
+    "quantization": "drivetrain list precision",
+    "load_in_8bit": "drivetrain list precision",
+    "load_in_4bit": "drivetrain list precision",
+    "push_to_hub": "drivetrain export RUN hf writes a folder that the Hub takes",
+    "hub_model_id": "drivetrain export RUN hf writes a folder that the Hub takes",
+    "do_train": "drivetrain train does it",
+    "do_eval": "every run evaluates: evaluate_every says how often",
+    "do_predict": "drivetrain predict RUN FILE",
+    "predict": "drivetrain predict RUN FILE",
+    "test": "every run ends with the test set; drivetrain evaluate RUN does it again",
+    "export": "drivetrain export RUN onnx",
+    "input_shape": "the data says it",
+    "input_dim": "the data says it",
+    "output_dim": "the data says it",
+    "model.input_dim": "the data says it",
+    "model.output_dim": "the data says it",
+    "model.in_features": "the data says it",
+    "model.in_channels": "the data says it",
+    "model.activation": "write a network of your own: model=own",
+    "batch_norm": "write a network of your own: model=own",
+    "loss.reduction": "it is the mean over the samples of an update",
+    "metrics=log_loss": "the loss is among the figures of every evaluation: select=loss",
+    "loss=hinge": "write it as a function: loss=own",
+    "model=lstm": "write it as a class: model=own (or model=gpt for sequences)",
+    "model=gru": "write it as a class: model=own (or model=gpt for sequences)",
+    "model=rnn": "write it as a class: model=own (or model=gpt for sequences)",
+    "device_map": "parallel=split puts the parts of a model on several devices",
+    **dict.fromkeys(
+        ("n_estimators", "max_depth", "tree_method", "num_leaves", "min_child_weight", "subsample"),
+        "networks are trained here: data.baseline=true compares with scikit-learn's gradient boosting",
+    ),
     "silent": "say -q for the result alone",
     "quiet": "say -q for the result alone",
     **dict.fromkeys(
@@ -429,8 +719,14 @@ OF_NUMBER = {  # of a group that is given a number → the setting that it is of
     "scheduler": "optimizer.lr", "stop": "stop=early stop.patience",
 }  # fmt: skip
 TRANSFORMERS = r"bert|gpt2|llama|qwen|mistral|gemma|electra|/|\b(opt|t5|phi)-"  # in the names of its models
-SECTIONS = ("trainer", "train", "training", "args", "hparams")  # other frameworks' sections, whose keys have none here
+# Other frameworks' sections, whose keys have none here.
+SECTIONS = (
+    "trainer", "train", "training", "args", "hparams", "trainingargs", "trainingarguments", "cfg", "params", "pltrainer",
+    "lightning", "datamodule", "dataloader", "dataset", "peftconfig", "peft", "modelargs", "dataargs", "hyperparameters", "fit",
+)  # fmt: skip
 NOTES = {  # of those that mean another amount, or need more
+    "model=linear": "with model.hidden=[]",
+    "model=logistic_regression": "with model.hidden=[]",
     "metrics=balanced_accuracy": "its mean over the classes is the balanced accuracy",
     "metrics=mse": "its square root",
     "drop_path": "with model=timm or model=gpt",
@@ -454,16 +750,45 @@ def here(given: str) -> str | None:
     return ELSEWHERE.get(BY_SPELLING.get(folded(given), ""))
 
 
+def parts(name: str) -> list[str]:
+    """The words of a name, each as it is said here."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)
+    singular = (word.lower().removesuffix("s") if len(word) > 3 else word.lower() for word in words)
+    return [said for word in singular if (said := MEANS.get(word, word))]
+
+
+def by_words(given: str, names: Mapping[str, str]) -> list[str]:
+    """The names, of here or another tool, whose words are the most like those of `given`; [] where none is like it."""
+    found = {name: {*parts(name)} for name in (*names, *ELSEWHERE, *NOT_HERE) if ("=" in name) == ("=" in given)}
+    often, mine = Counter(word for words in found.values() for word in words), {*parts(given)}
+
+    def weight(words: set[str]) -> float:
+        return sum(1 / (1 + math.log(max(1, often[word]))) for word in words)
+
+    alike = {name: 2 * weight(words & mine) / (weight(words) + weight(mine) or 1) for name, words in found.items()}
+    best = sorted(alike, key=lambda name: -alike[name])[:3]
+    return [name for name in best if alike[name] >= max(ALIKE, CLOSE * alike[best[0]])]
+
+
 def suggestion(given: str, name: str, known: Iterable[str], everything: Callable[[], Mapping[str, str]] = dict) -> str:
     """The hint instead of `given` (a key, or group=option), which ends in `name`: its name here, or a similar one.
 
     `everything` has what to write for each name of any group, for where none of the `known` names is similar.
     """
-    spelt = [BY_SPELLING.get(folded(word)) for word in (given, *(() if near_names(name, known) else (name,)))]
+    near = get_close_matches(folded(name), map(folded, known), cutoff=TYPED)
+    spelt = [BY_SPELLING.get(folded(word)) for word in (given, *(() if near else (name,)))]
+    sign = given[len(given) - len(name) - 1 :][:1]  # of a key's name or an option's
+    head = given.removesuffix(name)
+    names = {**everything(), **{f"{head}{each}": f"{head}{each}" for each in known}} if sign else everything()
     for foreign in (word for word in spelt if word is not None):
         if foreign in NOT_HERE:
             return NOT_HERE[foreign]
         return f"use {ELSEWHERE[foreign]}" + (f" ({NOTES[foreign]})" if foreign in NOTES else "")
+    if not near and (alike := by_words(given, names)):
+        if alike[0] in NOT_HERE:
+            return NOT_HERE[alike[0]]
+        mends = dict.fromkeys(ELSEWHERE.get(each) or names[each] for each in alike if each not in NOT_HERE)
+        return f"did you mean {' or '.join(mends)}?"
     if near_names(name, known) or not (found := near_names(name, names := everything(), SURE)):
         return did_you_mean(name, known)
     return f"did you mean {' or '.join(dict.fromkeys(names[each] for each in found))}?"
