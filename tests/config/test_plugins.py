@@ -317,6 +317,39 @@ def test_an_entry_point_without_options(
     assert "norm" in said.out
 
 
+LIES = {  # of a class, of what it is imported from, or of an entry point; and what is said
+    "raises": ("raise RuntimeError('boom')", "raise RuntimeError('boom'): RuntimeError: boom"),
+    "exits": ("raise SystemExit(7)", "cannot be imported: ", "SystemExit: 7"),
+    "an effect of its own": ("Clip.effect = 'perfect'", "says effect='perfect': it is one of exact, close, changes"),
+    "a constructor": (
+        "class Of(Clip):\n    def __init__(self, max_norm=1.0, norm_type=2.0):\n        raise OSError('no')\nClip = Of",
+        "raise OSError('no'): OSError: no",
+    ),
+    "rules": ("def no(self, run):\n    raise OSError('no')\nClip.validate = no", "raise OSError('no'): OSError: no"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_plugin_that_raises_or_lies_is_named(lie: str, installed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, *says = LIES[lie]
+    with (installed / "made_up" / "options.py").open("a") as file:
+        file.write(f"\n{text}\n")
+    assert main(["train", "-q", "clip=mine"]) in (1, 2)
+    said = capsys.readouterr().err
+    assert all(each in said for each in says), said
+    assert main(["train", "--cfg", "job", "clip=norm"]) == 0, "whoever does not choose it is not held up"
+
+
+@pytest.mark.parametrize("value", ["", "../../etc", "made_up:"])
+def test_an_entry_point_that_is_no_module_is_named(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(tmp_path / "site", f"[drivetrain.options]\nx = {value}\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert main(["list", "clip"]) == 0
+    assert "the installed package made-up says that" in capsys.readouterr().err
+
+
 def test_two_options_of_one_name(installed: Path, tmp_path: Path) -> None:
     conf = write_package(tmp_path / "other")
     assert prepare([], [str(conf)]), "the same files once more: a plugin's checkout"

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from drivetrain.core.errors import BAD_CONFIG, FAILED, Diverged, UserError
+from drivetrain.core.user.code import first_lines
 from drivetrain.data.own import OwnDataset
 from drivetrain.engine.training_log import TrainingLog
 from drivetrain.launch import addresses, machine_limits
 from drivetrain.launch.job import prepare
-from drivetrain.launch.worker import first_lines
 from drivetrain.saving import space
 from tests.support import command
 from tests.support.waiting import LIMIT_S

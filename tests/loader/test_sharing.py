@@ -480,7 +480,7 @@ class Broken(Rows):
 
 @pytest.mark.parametrize("loader", ["workers(1)", "threads(1)"])
 def test_an_error_names_its_sample(loader, path):
-    from drivetrain.launch.worker import first_lines
+    from drivetrain.core.user.code import first_lines
 
     with pytest.raises(KeyError) as raised:
         list(

@@ -12,6 +12,7 @@ from drivetrain.cli import verbs
 from drivetrain.core.errors import BAD_CONFIG, DONE, FAILED, INTERRUPTED, Interrupted, UserError, wants_traceback
 from drivetrain.core.machine.paths import remove_working_directory
 from drivetrain.core.machine.signals import ended_by_signals
+from drivetrain.core.user import code as user_code
 from drivetrain.launch import machine_limits
 from drivetrain.recipe import fetch
 from drivetrain.ui import output, terminal
@@ -63,8 +64,7 @@ def _answer(error: Exception) -> tuple[int, Sequence[str]]:
     if (reason := _of_the_disk(error)) is not None:
         place = getattr(error, "filename", None) or "what this command writes"  # a library in C or Rust names no file
         return FAILED, [f"{place} cannot be written: {reason}. Make room, or give another place"]
-    text = str(error).strip().splitlines()
-    return FAILED, [f"{type(error).__name__}: {text[0] if text else ''} (DRIVETRAIN_TRACEBACK=1 shows where)"]
+    return FAILED, [f"{user_code.told(error)} (DRIVETRAIN_TRACEBACK=1 shows where)"]
 
 
 def _of_the_disk(error: Exception) -> str | None:

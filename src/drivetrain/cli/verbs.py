@@ -28,8 +28,8 @@ class Verb:
     def run(self, argv: list[str]) -> int:
         """Run the verb; its exit code. Raises UserError where a plugin's verb cannot be imported or returns no exit code."""
         module, function, name = self._found()
-        if function is None:
-            raise UserError(f"the verb {self.name} is {self.target}, but {module.__name__} has no '{name}'")
+        if not callable(function):
+            raise UserError(f"the verb {self.name} is {self.target}, but {module.__name__} has no function '{name}'")
         code = function(argv)
         if not isinstance(code, int):
             raise UserError(f"the verb {self.name} returned {code!r}: {self.target} must return an exit code, 0 if all went well")
@@ -46,7 +46,7 @@ class Verb:
         place, _, name = self.target.partition(":")
         try:
             module = import_module(place)
-        except ImportError as error:
+        except (Exception, SystemExit) as error:
             if self.name in VERBS:  # our own: a bug
                 raise
             raise UserError(f"the verb {self.name} ({self.help}) cannot be imported from {place}: {error}") from None

@@ -80,6 +80,12 @@ def _plugins(search_path: tuple[str, ...]) -> tuple[tuple[Plugin, ...], tuple[st
     for entry in _installed(search_path):
         if entry.group != OPTIONS:
             continue
+        owner = entry.dist.name if entry.dist is not None else entry.name
+        if entry.pattern.match(entry.value) is None:
+            wrong.append(
+                f"the installed package {owner} says that {entry.value!r} holds options, which is no module: uninstall {owner}"
+            )
+            continue
         package, *below = entry.module.split(".")
         spec = _spec(package)
         conf = next((folder for folder in _conf_folders(spec, below) if folder.is_dir()), None)
@@ -87,7 +93,6 @@ def _plugins(search_path: tuple[str, ...]) -> tuple[tuple[Plugin, ...], tuple[st
             found.setdefault(entry.module, Plugin(package, conf))
         else:
             what = f"{entry.module} has no folder conf/" if spec is not None else f"there is no package {package}"
-            owner = entry.dist.name if entry.dist is not None else entry.name
             wrong.append(f"the installed package {owner} says that {entry.module} holds options, but {what}: uninstall {owner}")
     return tuple(found.values()), tuple(wrong)
 

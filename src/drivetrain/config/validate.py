@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from annotated_types import Ge, Le
 from omegaconf import OmegaConf
@@ -28,7 +28,7 @@ from drivetrain.core.machine import paths
 from drivetrain.core.machine.files import read_yaml
 from drivetrain.core.options import phases, selection
 from drivetrain.core.options import stages as core_stages
-from drivetrain.core.options.option import Count, Option
+from drivetrain.core.options.option import Count, Effect, Option
 from drivetrain.core.options.run_spec import CheckedValues, InvalidValue, RunSpec, Stage
 from drivetrain.core.step.model_call import ForwardInput
 from drivetrain.core.typed import JsonMapping, JsonObject
@@ -254,6 +254,8 @@ def _class(group: str, prefix: str, target: str, trusted: Collection[str]) -> ty
         raise UserError(f"{said} cannot be imported: {error}{_near(target, group)}") from None
     if not isinstance(cls, type) or not issubclass(cls, Option):
         raise UserError(f"{said} is not an option of drivetrain: {_instead(group, target)}")
+    if cls.effect not in get_args(Effect):
+        raise UserError(f"{said} says effect={cls.effect!r}: it is one of {', '.join(get_args(Effect))}")
     if target not in shipped_targets(group) and (base := _base_of(cls)) is not _base(group):
         raise UserError(f"{said} is an option, but not one of {group}: its class derives from {base.__name__}")
     return cls

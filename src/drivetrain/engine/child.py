@@ -34,17 +34,13 @@ def ask(
     """
     import torch  # noqa: F401 - imported once here, because the process is forked
 
-    folder = directory.create(Path(run.values["output_dir"]), "probe")
+    with ended_by_signals(), directory.temporary() as folder:
 
-    def work(answer: Callable[[T], None]) -> None:
-        validate.validate_device(run)
-        answer(question(built(run, values, ExitStack(), folder)))
+        def work(answer: Callable[[T], None]) -> None:
+            validate.validate_device(run)
+            answer(question(built(run, values, ExitStack(), folder)))
 
-    try:
-        with ended_by_signals():
-            return forking.answer_of(work, failed, limit_s)
-    finally:
-        directory.remove(folder)
+        return forking.answer_of(work, failed, limit_s)
 
 
 def built(run: RunSpec, values: float, on_exit: ExitStack, folder: Path = NO_RUN_DIR) -> Trainer:

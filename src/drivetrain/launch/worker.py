@@ -231,7 +231,6 @@ def _evaluate_average(trainer: Trainer, result: Result, kept: Sequence[Path], ru
         logger.info("the mean of %d checkpoints' weights is in %s", len(kept), run_dir / AVERAGED)
 
 
-SHOWN, LONGEST = 5, 300  # lines of an error that announces them, and their characters
 LAST_WRITE_S = 30.0  # for a checkpoint that is being written when the run fails
 
 
@@ -346,8 +345,7 @@ def _failure(error: BaseException, job: Job, run_dir: Path, staged: StagedRun | 
         return "interrupted", why + hint, INTERRUPTED if can_resume else FAILED
     if (explained := machine_limits.explain(error) or space.explain(error, run_dir)) is not None:
         return "failed", explained, FAILED
-    place = user_code.place_of(error)
-    told = f"{place and place + ': '}{type(error).__name__}: {first_lines(error)}{Compile.of(job.run).advice(error)}"
+    told = f"{user_code.told(error)}{Compile.of(job.run).advice(error)}"
     if run_dir.is_dir():
         with contextlib.suppress(OSError), files.opened(run_dir / "log.txt", "a") as file:
             echo_traceback(error, file)
@@ -368,20 +366,6 @@ def _refusal(error: BaseException, run: RunSpec) -> str:
     if "does not require grad and does not have a grad_fn" in str(error):
         return NO_GRADIENT
     return str(error) if isinstance(error, UserError) else ""
-
-
-def first_lines(error: BaseException) -> str:
-    """The message of an error in one line: its first line, and those after it where that one only announces them."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or [""]
-    if lines[0].startswith("Caught ") and lines[0].endswith("."):  # in a worker process of torch's, whose traceback follows
-        noted = lines[-1].startswith(user_code.READING)
-        return f"{lines[0][:-1]}: {lines[-2]} ({lines[-1]})" if noted else f"{lines[0][:-1]}: {lines[-1]}"
-    lines[0] += "".join(f" ({note})" for note in getattr(error, "__notes__", ()) if note.startswith(user_code.READING))
-    if not lines[0].endswith(":") or len(lines) == 1:
-        return lines[0]
-    shown = [line if len(line) <= LONGEST else f"{line[:LONGEST]} …" for line in lines[: SHOWN + 1]]
-    more = f" … and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
-    return " ".join([shown[0], "; ".join(shown[1:])]) + more
 
 
 def _end_callbacks(trainer: Trainer, result: Result) -> None:

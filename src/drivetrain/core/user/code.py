@@ -22,11 +22,16 @@ def trust_problems(setting: str, name: str, trusted: Collection[str]) -> Iterato
 
 
 def import_name(name: str) -> Any:
-    """Return what the dotted name stands for. Raises ImportError, AttributeError or ValueError."""
+    """Return what the dotted name stands for. Raises ImportError, also for what a module raises, AttributeError or ValueError."""
     if name.startswith(f"{given.PACKAGE}."):
         return given.find(name)
     module, _, attribute = name.rpartition(".")
-    return getattr(import_module(module), attribute)
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise ImportError(told(error)) from error
 
 
 def load(setting: str, name: str) -> Any:
@@ -40,6 +45,7 @@ def load(setting: str, name: str) -> Any:
     return found
 
 
+SHOWN, LONGEST = 5, 300  # lines of an error that announces them, and their characters
 READING = "while reading "  # the beginning of a note that an error has got which a sample raised
 
 
@@ -53,6 +59,26 @@ def place_of(error: BaseException) -> str:
     file = Path(own[-1].filename)
     shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
     return f"{shown}:{own[-1].lineno}: {own[-1].line}"
+
+
+def told(error: BaseException) -> str:
+    """Return an error in one line: where in the user's own code it came up, its type and its message."""
+    place = place_of(error)
+    return f"{place and place + ': '}{type(error).__name__}: {first_lines(error)}"
+
+
+def first_lines(error: BaseException) -> str:
+    """The message of an error in one line: its first line, and those after it where that one only announces them."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or [""]
+    if lines[0].startswith("Caught ") and lines[0].endswith("."):  # in a worker process of torch's, whose traceback follows
+        noted = lines[-1].startswith(READING)
+        return f"{lines[0][:-1]}: {lines[-2]} ({lines[-1]})" if noted else f"{lines[0][:-1]}: {lines[-1]}"
+    lines[0] += "".join(f" ({note})" for note in getattr(error, "__notes__", ()) if note.startswith(READING))
+    if not lines[0].endswith(":") or len(lines) == 1:
+        return lines[0]
+    shown = [line if len(line) <= LONGEST else f"{line[:LONGEST]} …" for line in lines[: SHOWN + 1]]
+    more = f" … and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
+    return " ".join([shown[0], "; ".join(shown[1:])]) + more
 
 
 def make(
