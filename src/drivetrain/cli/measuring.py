@@ -49,7 +49,7 @@ def _bisect_words(words: Sequence[str], last: str) -> Sequence[str]:
 
 def _forecast_words(words: Sequence[str], last: str) -> list[str]:
     """The words that TAB offers: devices after `device=`, settings and overrides."""
-    from drivetrain.measure.forecast.replay import NAMES
+    from drivetrain.measure.forecast.roofline import NAMES
 
     if last.startswith("device="):
         return [f"device={name}" for name in NAMES]

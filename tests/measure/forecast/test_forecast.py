@@ -20,9 +20,9 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.step.blocks import repeated_blocks
 from drivetrain.engine import child
 from drivetrain.engine.rehearsal import GRADIENTS, OTHER, PARAMETERS, STATE, Operation, StepRecord, peak_bytes
-from drivetrain.measure.forecast import forecast, replay
+from drivetrain.measure.forecast import forecast, roofline
 from drivetrain.measure.forecast.forecast import ForecastSettings, PlannedRun, Ranks, answer, plan
-from drivetrain.measure.forecast.replay import _TABLE, FORECAST_ONLY, NOTHING, ONE, DeviceLimits, Timed, Uncertain, known
+from drivetrain.measure.forecast.roofline import _TABLE, FORECAST_ONLY, NOTHING, ONE, DeviceLimits, Timed, Uncertain, known
 from tests.support import json_keys, pages
 
 built: dict[tuple[str, ...], forecast.Subject] = {}
@@ -349,12 +349,12 @@ PRODUCT, LARGE = ("product", 10**12, 0), ("product", 10**13, 0)
 
 
 def seconds(made: dict[Operation, int], device: DeviceLimits = DEVICE, **more: object) -> float:
-    return replay.step_time(made, {}, device, **more).seconds.value  # type: ignore[arg-type]
+    return roofline.step_time(made, {}, device, **more).seconds.value  # type: ignore[arg-type]
 
 
 SLOW_HOST = replace(DEVICE, host_s=Uncertain(0.1, 0.05, 0.2))
 WITH_TF32 = replace(DEVICE, flops={"float32": 1e12, "tf32": 1e13})
-COMPILED = {"compiled": replay.CompiledShares(Uncertain.exactly(0.5))}
+COMPILED = {"compiled": roofline.CompiledShares(Uncertain.exactly(0.5))}
 
 
 @pytest.mark.parametrize(
@@ -384,17 +384,17 @@ def test_a_step_takes_as_long_as_what_limits_its_operations(made, device, more, 
 
 def test_the_shares_and_the_interval_of_what_limits_a_step():
     """The least and the most time go by the highest and the lowest efficiency."""
-    found = replay.step_time(operations(PRODUCT, ("pointwise", 0, 3 * 10**9)), {}, DEVICE)
+    found = roofline.step_time(operations(PRODUCT, ("pointwise", 0, 3 * 10**9)), {}, DEVICE)
     assert (found.shares, found.timed_share) == ({"compute": 0.25, "memory bandwidth": 0.75}, 0)
-    found = replay.step_time(operations(("product", 10**9, 0), times=10), {}, SLOW_HOST)
+    found = roofline.step_time(operations(("product", 10**9, 0), times=10), {}, SLOW_HOST)
     assert (found.seconds, found.shares) == (pytest.approx((1.0, 0.5, 2.0)), {"launch": 1.0})
     device = replace(DEVICE, efficiency={"product": Uncertain(0.5, 0.25, 1.0), "bandwidth": Uncertain(0.5, 0.1, 1.0)})
-    assert replay.step_time(operations(("product", 10**12, 10**8)), {}, device).seconds == (2.0, 1.0, 4.0)
-    assert replay.step_time(operations(("pointwise", 0, 10**9)), {}, device).seconds == (2.0, 1.0, 10.0)
+    assert roofline.step_time(operations(("product", 10**12, 10**8)), {}, device).seconds == (2.0, 1.0, 4.0)
+    assert roofline.step_time(operations(("pointwise", 0, 10**9)), {}, device).seconds == (2.0, 1.0, 10.0)
 
 
 def test_what_was_measured_here_counts_in_place_of_the_roofline():
-    found = replay.step_time(operations(LARGE, ("product", 10**12, 0), times=2), {"forward 0": Timed(0.5, 7)}, DEVICE)
+    found = roofline.step_time(operations(LARGE, ("product", 10**12, 0), times=2), {"forward 0": Timed(0.5, 7)}, DEVICE)
     assert found.seconds.value == 3.0
     assert found.timed_share == pytest.approx(1 / 3)
     assert (found.forward_s, found.backward_s) == (3.0, 0.0)
@@ -454,9 +454,9 @@ def test_the_peak_has_kernels_own_buffers_where_they_were_measured_else_an_allow
 
 
 def test_network_time_hides_behind_the_backward():
-    nothing_hidden = replay.network_seconds(0.7e9, DEVICE, 0.0)
+    nothing_hidden = roofline.network_seconds(0.7e9, DEVICE, 0.0)
     assert nothing_hidden.value == nothing_hidden.high == pytest.approx(1.0)
-    hidden = replay.network_seconds(0.7e9, DEVICE, 10.0)
+    hidden = roofline.network_seconds(0.7e9, DEVICE, 10.0)
     assert hidden.value == hidden.low == 0.0
     assert hidden.high == pytest.approx(1.0)
 
@@ -475,16 +475,16 @@ def test_every_device_of_the_table_says_that_it_was_not_measured(name: str):
     assert device.memory >= 16e9
     assert device.bandwidth < 1e13
     assert device.link <= device.bandwidth
-    assert ("as seen on one machine" in replay.host_note(name)) == (name == "h200")
+    assert ("as seen on one machine" in roofline.host_note(name)) == (name == "h200")
     assert device.host_s.low <= device.host_s.value <= device.host_s.high
     assert forecast._room(device, device.memory) == 0.97 * device.memory - device.reserved.value  # the driver's part
 
 
 def test_this_machine_is_looked_at_once(monkeypatch):
-    monkeypatch.setattr(replay, "_convolution_flops", lambda device: 5e11)
-    monkeypatch.setattr(replay, "_host_seconds", lambda device: 1e-5)
-    monkeypatch.setattr(replay, "bandwidth", lambda device: 1e10)
-    monkeypatch.setattr(replay, "_products", lambda device, number: {"float32": 1e12, "bfloat16": 4e12}[number])
-    found = replay.this_device(torch.device("cpu"), ("bfloat16",))
+    monkeypatch.setattr(roofline, "_convolution_flops", lambda device: 5e11)
+    monkeypatch.setattr(roofline, "_host_seconds", lambda device: 1e-5)
+    monkeypatch.setattr(roofline, "bandwidth", lambda device: 1e10)
+    monkeypatch.setattr(roofline, "_products", lambda device, number: {"float32": 1e12, "bfloat16": 4e12}[number])
+    found = roofline.this_device(torch.device("cpu"), ("bfloat16",))
     assert (found.bandwidth, found.flops, found.host_s.value) == (1e10, {"float32": 1e12, "bfloat16": 4e12}, 1e-5)
     assert found.efficiency["convolution"] == (0.5, 0.25, 0.75)

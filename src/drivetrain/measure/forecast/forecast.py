@@ -28,8 +28,8 @@ from drivetrain.launch.job import Job
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import variants
 from drivetrain.measure.changes import apply, groups_of
-from drivetrain.measure.forecast import replay
-from drivetrain.measure.forecast.replay import (
+from drivetrain.measure.forecast import roofline
+from drivetrain.measure.forecast.roofline import (
     ASKED_HOST,
     COMPILED_HOST,
     EAGER,
@@ -311,7 +311,7 @@ class Subject:
     rehearsal: Rehearsal
     device: DeviceLimits
     beside: Uncertain  # bytes that the process of this machine's CPU holds beside its tensors: Python, torch, the data
-    timed: dict[str, replay.Timed] = field(default_factory=dict)  # operations by signature, where it is this machine
+    timed: dict[str, roofline.Timed] = field(default_factory=dict)  # operations by signature, where it is this machine
     blocks: Sequence[torch.nn.Module] = ()  # that are recomputed beside those of the trainer
 
     @classmethod
@@ -324,7 +324,7 @@ class Subject:
             kinds = rehearsal.resident(trainer).values()
             tensors = {id(t): t.nbytes for kind in kinds for t in kind if not isinstance(t, FakeTensor)}
             beside = PROCESS.times(max(0.0, memory_of_process() - sum(tensors.values())))
-        device = replay.this_device(trainer.device, (dtype,) if dtype else ()) if plan.here else replay.known(plan.device)
+        device = roofline.this_device(trainer.device, (dtype,) if dtype else ()) if plan.here else roofline.known(plan.device)
         return cls(plan, plan.ranks(trainer.model), Rehearsal(trainer), device, beside)
 
     def record(self, size: int, blocks: Sequence[torch.nn.Module]) -> StepRecord:
@@ -371,8 +371,8 @@ def examine(subject: Subject, budget_s: float, largest: bool = False) -> Forecas
     operations = record.operations
     if plan.here:
         read = trainer.batch.micro_batch(trainer.parallel.data_world)  # samples, in one process: ranks take less each
-        reading = replay.reading_seconds(trainer) * size / read
-        replay.time_operations(operations, trainer.device, budget_s, subject.timed)
+        reading = roofline.reading_seconds(trainer) * size / read
+        roofline.time_operations(operations, trainer.device, budget_s, subject.timed)
     own = {signature: timed.workspace for signature, timed in subject.timed.items()}
     at_most = max((nbytes + own.get(signature, 0) for signature, nbytes in record.most_during.items()), default=0)
     parts, tensors = peak_memory(record.peak, at_most, plan.here, ranks, device)
@@ -380,9 +380,9 @@ def examine(subject: Subject, budget_s: float, largest: bool = False) -> Forecas
     limit = GIB * (plan.run.batch.memory_gb or device.memory / GIB)
     precision = plan.run.precision
     tf32 = (*(("product", "attention") if precision.matmul in ("high", "medium") else ()), *(["convolution"] * precision.cudnn))
-    took = replay.step_time(operations, subject.timed, device, tf32, plan.compiled())
+    took = roofline.step_time(operations, subject.timed, device, tf32, plan.compiled())
     nbytes = sent_bytes(float(record.peak[rehearsal.PARAMETERS]), ranks, micro_batches)
-    network = replay.network_seconds(nbytes, device, took.backward_s)
+    network = roofline.network_seconds(nbytes, device, took.backward_s)
     waits = Uncertain(1.0, 0.7, 1.5).times(reading * micro_batches)
     step = took.seconds + waits + network
     shares = {limit: share * took.seconds.value / step.value for limit, share in took.shares.items()}
@@ -400,7 +400,7 @@ def examine(subject: Subject, budget_s: float, largest: bool = False) -> Forecas
         run_s=step.times(_first_updates(trainer)) + evaluation, samples_per_second=pace,
         data_bytes_per_second=pace * trees.nbytes(sample) / trees.length(sample),
         largest_micro_batch=_largest(subject, at_most, limit) if largest and not plan.run.batch.buckets_lengths else None,
-        what_if=[], notes=[*plan.notes, *chosen, *([] if plan.here else [replay.host_note(plan.device)]), *subject.unmade()],
+        what_if=[], notes=[*plan.notes, *chosen, *([] if plan.here else [roofline.host_note(plan.device)]), *subject.unmade()],
     )  # fmt: skip
 
 

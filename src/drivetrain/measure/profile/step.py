@@ -23,7 +23,7 @@ from drivetrain.engine.flops import measured
 from drivetrain.engine.trainer import Trainer
 from drivetrain.measure import intervals
 from drivetrain.measure.benchmark.interleave import WARMUP_UPDATES, short_updates
-from drivetrain.measure.forecast.replay import bandwidth
+from drivetrain.measure.forecast.roofline import bandwidth
 from drivetrain.measure.profile.attribution import WAITING, Attribution, CodeLine, attribute, together
 from drivetrain.measure.profile.device_time import IDLE, device_shares
 from drivetrain.measure.profile.operations import OperationRecorder, TimedOperation
