@@ -11,6 +11,8 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.machine.forking import ForkedProcess
 from drivetrain.engine import child
 from drivetrain.launch.job import prepare
+from drivetrain.run.directory import is_locked
+from tests.support.waiting import until
 
 
 def test_the_trainer_has_a_run_directory_which_is_gone_afterwards(tiny):
@@ -34,6 +36,7 @@ def test_what_a_killed_question_leaves_is_removed_by_the_next(tiny, tmp_path, mo
     asking.join()
     assert asking.exitcode == -signal.SIGKILL
     (left,) = tmp_path.glob("drivetrain-run-*")
+    until(lambda: not is_locked(left), lambda: "the process that was asked never ended")
     assert child.ask(run, lambda trainer: trainer.run_dir.name, "failed") != left.name
     assert not [*tmp_path.glob("drivetrain-run-*")]
 
