@@ -10,9 +10,8 @@ import pytest
 import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
-from drivetrain.measure.replay import judge, replay
-from drivetrain.measure.replay.record import Found, LookedAt
-from drivetrain.measure.replay.replay import ReplaySettings
+from drivetrain.measure import replay
+from drivetrain.measure.replay import Found, LookedAt, ReplaySettings
 
 PLANTED = """
 import torch
@@ -60,7 +59,7 @@ def run(place) -> Path:
     return drivetrain.train([*WORDS, *saving, "model.dropout=0.2", f"hydra.run.dir={place / 'run'}"]).run_dir
 
 
-def replayed(run_dir: Path, *words: str, **settings: int) -> replay.Replayed:
+def replayed(run_dir: Path, *words: str, **settings: int) -> Found:
     return replay.replay(run_dir, words, (), ReplaySettings(**settings))[1]
 
 
@@ -76,8 +75,8 @@ def test_a_run_that_diverged_names_its_row(place, capsys):
     assert files(run.run_dir) == before
     (file,) = Path("outputs/replay").rglob("replay.json")
     found = json.loads(file.read_text())
-    assert (found["cause"]["kind"], found["cause"]["of"], found["samples"][0]["name"]) == ("sample", "row 77", "row 77")
-    assert [sample["input"] for sample in found["samples"]].count(None) == 1
+    assert (found["cause"]["kind"], found["cause"]["of"], found["samples"][0]["sample"]) == ("sample", "row 77", "row 77")
+    assert [sample["largest value"] for sample in found["samples"]].count("not finite") == 1
     assert "row 77" in file.with_suffix(".html").read_text()
     assert "update" in capsys.readouterr().out
     assert len(list(Path("outputs/replay").glob("*/*"))) == 1, "the folder in which it was trained again is gone"
@@ -88,11 +87,11 @@ def test_it_begins_at_a_checkpoint_and_computes_the_same_bits(run):
     assert kept[-3:] == [32, 42, 48]
     found = replayed(run, update=47, back=4)
     assert (found.start, found.same, found.other) == (42, [*range(43, 48)], [])
-    assert (found.found.update, found.found.earlier, len(found.found.samples)) == (47, 43, 8)
-    mean = sum(sample.loss for sample in found.found.samples) / 8
-    assert mean == pytest.approx(found.found.losses[47], rel=1e-5), "the same dropout"
-    assert all(sample.gradient > 0 for sample in found.found.samples)
-    names = [each.name for each in judge.ranges(found.found.history, 47)]
+    assert (found.update, found.earlier, len(found.samples)) == (47, 43, 8)
+    mean = sum(sample.loss for sample in found.samples) / 8
+    assert mean == pytest.approx(found.history[47]["the loss"], rel=1e-5), "the same dropout"
+    assert all(sample.gradient > 0 for sample in found.samples)
+    names = [each.what for each in replay.ranges(found.history, 47)]
     assert names.index("output of layers.0.linear") < names.index("output of head") < names.index("gradient of head.weight")
 
 
@@ -119,7 +118,7 @@ def test_what_cannot_be_replayed_is_refused(run, capsys):
 )
 def test_a_loss_that_has_none_of_a_sample_is_named(place, words, says):
     run = drivetrain.train([*WORDS, *words, "updates=4"]).run_dir
-    assert any(says in line for line in replayed(run).found.unseen)
+    assert any(says in line for line in replayed(run).unseen)
 
 
 def found_with(losses=(0.5,) * 8, earlier=(0.5,) * 8, loss=0.5, moved=0.001, **sizes: float) -> Found:
@@ -127,10 +126,11 @@ def found_with(losses=(0.5,) * 8, earlier=(0.5,) * 8, loss=0.5, moved=0.001, **s
     usual = {"output of a": 1.0, "output of b": 2.0, "gradient of b.weight": 0.1, "update of b.weight": moved}
     history = {update: {name: size * (1 + update % 3 / 10) for name, size in usual.items()} for update in range(1, 14)}
     history[13] |= {name.replace("_", " of "): size for name, size in sizes.items()}
-    samples = [
-        LookedAt(f"row {n}", 1.0, None, None, *each) for n, each in enumerate(zip(losses, [1.0] * 8, earlier, strict=True))
-    ]
-    return Found(13, 1, samples, history, {update: 0.5 + update % 3 / 100 for update in range(1, 13)} | {13: loss}, [])
+    each = enumerate(zip(losses, earlier, strict=True))
+    samples = [LookedAt(f"row {n}", 1.0, loss=own, earlier=before) for n, (own, before) in each]
+    for update in history:
+        history[update]["the loss"] = 0.5 + update % 3 / 100 if update < 13 else loss
+    return Found(13, 1, samples, history, [])
 
 
 @pytest.mark.parametrize(
@@ -145,4 +145,4 @@ def found_with(losses=(0.5,) * 8, earlier=(0.5,) * 8, loss=0.5, moved=0.001, **s
     ],
 )
 def test_the_cause_is_judged(found, kind, of):
-    assert judge.cause(found)[:2] == (kind, of)
+    assert replay.cause(found)[:2] == (kind, of)

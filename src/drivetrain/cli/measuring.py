@@ -263,7 +263,7 @@ exit codes: 0 all holds · 1 a step fails: what to set stands beside it · 2 a c
 """,
 )
 
-replay = measuring("replay", "replay.replay:command", """\
+replay = measuring("replay", "replay:command", """\
 drivetrain replay RUN [update=N] [key=value] …      what happened at an update: a sample, a layer, or the learning rate?
 
   drivetrain replay last                               where the newest run diverged, or its largest spike
@@ -275,7 +275,6 @@ layers, gradients and updates beside those of the updates before. It says whethe
 
   update=N              by default where the run diverged, else the largest spike of its recorded losses
   back=50               updates before it that are looked at, too: it begins at a checkpoint before them
-  samples=64            of each micro-batch, whose own gradients are taken: those with the largest losses
   --out DIR             where to write, in place of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 

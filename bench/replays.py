@@ -1,0 +1,213 @@
+"""`python -m bench.replays`: how often `drivetrain replay` names the cause first, of faults in small runs.
+
+Bad samples, layers that break in mid-run, and learning rates that are too high. Nobody tells the command where to look.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from bench.harness import RESULTS, machine, write
+from drivetrain import train
+from drivetrain.core.machine.forking import answer_of
+from drivetrain.measure.replay import ReplaySettings, cause, replay
+from drivetrain.run.result import interval
+
+TRAIN, TEST, CLASSES, WORDS = 512, 128, 4, 60
+BATCH, EPOCHS = 32, 12
+AT = 70  # the update in which a layer breaks
+TASKS = ("pictures", "table", "texts")
+
+
+class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Samples of four classes that can be told apart, one of them bad."""
+
+    num_classes = CLASSES
+
+    def __init__(self, split: str = "train", task: str = "pictures", seed: int = 0, bad: str = "", row: int = 0) -> None:
+        random = torch.Generator().manual_seed(seed)
+        self.y = torch.randint(CLASSES, (TRAIN + TEST,), generator=random)
+        if task == "texts":
+            lengths = torch.randint(3, 11, (len(self.y), 1), generator=random)
+            tokens = (
+                torch.randint(1, WORDS // CLASSES, (len(self.y), 10), generator=random) + (self.y * (WORDS // CLASSES))[:, None]
+            )
+            other = torch.rand(tokens.shape, generator=random) < 0.3  # words that say nothing
+            tokens[other] = torch.randint(1, WORDS, (int(other.sum()),), generator=random)
+            self.x = tokens * (torch.arange(10) < lengths)
+        else:
+            shape = (3, 8, 8) if task == "pictures" else (8,)
+            of_class = torch.randn(CLASSES, *shape, generator=random)
+            self.x = of_class[self.y] + 0.4 * torch.randn(len(self.y), *shape, generator=random)
+        if bad == "label":
+            self.y[row] = (self.y[row] + 1 + seed % 3) % CLASSES
+        elif bad == "pixels":
+            self.x[row].view(-1)[:5] = float("nan")
+        elif bad == "huge":
+            self.x[row].view(-1)[3] = 1e5
+        elif bad == "empty":
+            self.x[row] = 0
+        part = slice(TRAIN) if split == "train" else slice(TRAIN, None)
+        self.x, self.y = self.x[part], self.y[part]
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[number], self.y[number]
+
+
+class Breaking(nn.Linear):
+    """A layer that breaks in an update."""
+
+    def __init__(self, width: int, fault: str) -> None:
+        super().__init__(width, width)
+        self.fault = fault
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+        now = int(self.seen) if self.training else 0
+        if now == AT and self.fault == "scaled":
+            with torch.no_grad():
+                self.weight.mul_(-300)
+        out = super().forward(x)
+        if now >= AT and self.fault == "log":
+            return (out - out.mean()).log()
+        if now >= AT and self.fault == "dead":
+            return out * 0
+        if now == AT and self.fault == "overflow":
+            return out * -1e4
+        if now == AT and self.fault == "backward" and out.requires_grad:
+            out.register_hook(lambda gradient: gradient * 1e5)
+        return out
+
+
+class Net(nn.Module):
+    """A network of pictures, tables or texts, with a layer that may break."""
+
+    def __init__(self, task: str = "pictures", fault: str = "", width: int = 32) -> None:
+        super().__init__()
+        self.task = task
+        if task == "texts":
+            self.first: nn.Module = nn.Embedding(WORDS, width)
+        elif task == "pictures":
+            self.first = nn.Sequential(
+                nn.Conv2d(3, width, 3),
+                nn.BatchNorm2d(width),
+                nn.ReLU(),
+                nn.AdaptiveAvgPool2d(2),
+                nn.Flatten(),
+                nn.Linear(4 * width, width),
+            )
+        else:
+            self.first = nn.Linear(8, width)
+        self.middle, self.last, self.head = Breaking(width, fault), nn.Linear(width, width), nn.Linear(width, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        if self.task == "texts":  # the mean over the words that are there
+            here = (x > 0)[..., None].to(h.dtype)
+            h = (h * here).sum(1) / here.sum(1)
+        return self.head(self.last(self.middle(h.relu()).relu()).relu())
+
+
+class Case(NamedTuple):
+    """A run with a fault, and what is to be named first."""
+
+    fault: str
+    kind: str  # sample, layer or rate
+    of: str
+    words: tuple[str, ...]
+
+
+def cases() -> Iterator[Case]:
+    """50 bad samples, 20 layers that break, and 20 rates that are too high."""
+    for n in range(50):
+        bad = ("pixels", "label", "huge", "empty")[n % 4]
+        task = "texts" if bad == "empty" else TASKS[n // 4 % 3] if bad == "label" else TASKS[n // 4 % 2]
+        row = 37 * n % TRAIN
+        yield Case(bad, "sample", f"row {row}", (*_words(task, n), f"data.kwargs.bad={bad}", f"data.kwargs.row={row}"))
+    for n in range(20):
+        fault, sgd = ("dead", "scaled", "log", "overflow", "backward")[n % 5], ("optimizer=sgd", "optimizer.lr=0.1")
+        yield Case(
+            fault,
+            "layer",
+            "middle",
+            (*_words(TASKS[n % 3], n), f"model.kwargs.fault={fault}", *(sgd if n % 2 or n % 5 == 4 else ())),
+        )
+    for n in range(20):
+        rate = (
+            "optimizer=adamw optimizer.lr=3",
+            "optimizer=sgd optimizer.lr=30",
+            "optimizer=adamw optimizer.lr=0.5",
+            "optimizer=sgd optimizer.lr=5",
+        )[n % 4]
+        yield Case(
+            "rate", "rate", "", (*_words(TASKS[n % 3], n), *rate.split(), "scheduler=constant" if n % 3 else "scheduler=onecycle")
+        )
+
+
+def _words(task: str, seed: int) -> tuple[str, ...]:
+    return (
+        "data=own", "trust=[bench]", "data.target=bench.replays.Samples", "data.validation=test", "model=own",
+        "model.target=bench.replays.Net", f"data.kwargs.task={task}", f"data.kwargs.seed={seed}", f"model.kwargs.task={task}",
+        f"batch.global_batch={BATCH}", f"epochs={EPOCHS}", "runtime.device=cpu", "runtime.threads=1", f"runtime.seed={seed}",
+        f"log_every={1 if seed % 2 else 5}",
+    )  # fmt: skip
+
+
+def examined(case: Case, place: Path) -> dict[str, object]:
+    """Train a case and replay it; what was named."""
+    run = train([*case.words, f"hydra.run.dir={place / 'run'}", f"output_dir={place}"])
+    assert run.run_dir is not None
+    done = replay(run.run_dir, (), (), ReplaySettings())[1]
+    named = cause(done)
+    return {
+        "fault": case.fault, "kind": case.kind, "of": case.of, "status": run.status, "updates": run.updates, "loss": run.loss,
+        "update": done.update, "bits": [len(done.same), len(done.other)], "named": named._asdict(),
+        "first_row": done.samples[0].name,
+        "right": named.kind == case.kind and f"{named.of}.".startswith(f"{case.of}."),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Examine all cases, one process each, and write the shares."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="faults of this kind or name")
+    parser.add_argument("--every", type=int, default=1)
+    given = parser.parse_args()
+    found: list[dict[str, object]] = []
+    for case in [case for case in cases() if given.only in ("", case.fault, case.kind)][:: given.every]:
+        with tempfile.TemporaryDirectory() as folder:
+            found.append(answer_of(lambda answer, case=case, place=Path(folder): answer(examined(case, place)), case.fault))
+        row = found[-1]
+        print(
+            "right" if row["right"] else "WRONG",
+            row["fault"],
+            row["status"],
+            row["update"],
+            row["bits"],
+            row["named"],
+            row["first_row"],
+            flush=True,
+        )
+    rows = {}
+    for name in dict.fromkeys(str(row[key]) for key in ("kind", "fault") for row in found):
+        of = [row["right"] for row in found if name in (row["kind"], row["fault"])]
+        rows[name] = {"right": sum(map(bool, of)), "of": len(of), "interval": interval(sum(map(bool, of)) / len(of), len(of))}
+        print(name, rows[name])
+    if not given.only and given.every == 1:
+        write(RESULTS / "replays-cpu.json", {"machine": machine(), "shares": rows, "runs": found})
+
+
+if __name__ == "__main__":
+    main()

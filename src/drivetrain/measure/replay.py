@@ -1,0 +1,516 @@
+"""`drivetrain replay RUN`: an update of a run again, exactly, with its samples and layers, and what was likely wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from drivetrain.core.errors import DONE, Diverged, UserError
+from drivetrain.core.machine import forking
+from drivetrain.core.machine.device import sum_dtype
+from drivetrain.core.machine.paths import expanded
+from drivetrain.core.machine.signals import ended_by_signals
+from drivetrain.core.options.option import Count
+from drivetrain.core.order import index_of
+from drivetrain.core.step import streams, trees
+from drivetrain.core.step.microbatch import MicroBatch, Request
+from drivetrain.core.step.source import original
+from drivetrain.core.step.step import Stream, WrappingStep
+from drivetrain.data.base import Data
+from drivetrain.engine.trainer import Trainer
+from drivetrain.launch import job as jobs
+from drivetrain.logger.drawing import in_words, pixels
+from drivetrain.measure import verbs
+from drivetrain.run import directory, records
+from drivetrain.run.result import Result
+from drivetrain.saving import manifest
+from drivetrain.saving.options import Saving
+from drivetrain.saving.writer import Writer
+from drivetrain.ui.pages import charts
+from drivetrain.ui.progress import Steps
+from drivetrain.ui.sheet import Section, Sheet, Table, under, words
+
+SHOWN, CHARACTERS, NUMBERS = 12, 80, 16  # samples and layers in the terminal; of a text; of a target
+MOST = 64  # samples of a micro-batch whose gradients are taken: those with the largest losses
+LOSS, INPUTS = "the loss", "the inputs"  # sizes beside "output of …", "gradient of …" and "update of …"
+
+RECENT, SPIKE = 5, 4.0  # losses before, which say what was usual; times their spread
+FLOOR, LEAST = 0.1, 0.01  # their spread is at least this share of the usual loss, and of the run's first
+FEW, MOST_OF_IT = 0.1, 0.75  # of an update's samples may explain so much of what the loss is above the usual one
+AS_BEFORE = 0.25  # of what a sample is above the usual loss, it was at the earlier weights already
+ODD = 100.0  # times the median of the samples' largest values
+FEWEST = 5  # updates that give a range
+BEYOND, FAR_BEYOND = 3.0, 10.0  # times its range: an output; gradients and updates, which vary more
+FAST = 0.1  # of the size of a matrix: a large update
+
+Windows = dict[int, tuple[int, float | None]]  # the update of a record → the update at which it begins, and the mean loss
+Sizes = dict[str, float]
+Plan = tuple[int, int, int]  # the first and the last update that is looked at, and the end of the record that has them
+
+
+@dataclass
+class ReplaySettings:
+    """The settings of `drivetrain replay`."""
+
+    update: Count | None = None  # None: where it diverged, else its largest spike
+    back: Count = 50  # updates before it that are looked at too
+
+
+@dataclass
+class LookedAt:
+    """A sample of the update."""
+
+    name: str
+    input: float  # the largest absolute value in it and in its target
+    alone: Any = None  # the micro-batch of it
+    loss: float | None = None  # its own
+    gradient: float | None = None  # the norm of its own
+    earlier: float | None = None  # its own loss at the earlier weights
+    odd: bool = False  # its input is not finite, or far larger than those of others
+    target: str = ""
+    text: str = ""
+    picture: Any = None
+
+
+@dataclass
+class Found:
+    """What was found of an update."""
+
+    update: int
+    earlier: int  # the update before which the earlier weights were
+    samples: list[LookedAt]
+    history: dict[int, Sizes]
+    unseen: list[str]  # what could not be looked into, and why
+    start: int = 0  # the update of the checkpoint
+    same: Sequence[int] = ()  # records whose losses are bit for bit those of the run
+    other: Sequence[int] = ()  # records whose losses differ
+
+
+class Cause(NamedTuple):
+    """The likely cause: a sample, a layer, the rate, or none; its name, and a sentence."""
+
+    kind: str
+    of: str
+    said: str
+
+
+class SizeRange(NamedTuple):
+    """A size of an update beside those of the updates before."""
+
+    what: str
+    update: int
+    size: float
+    low: float
+    high: float
+    times: float  # that it is beyond its range; 1: it is within
+
+
+# --- the verdict ---
+
+
+def height(loss: float, before: Sequence[float], least: float = 0.0) -> float:
+    """How far a loss is above those before, by their own spread, which is at `least` so much."""
+    usual = median(before[-RECENT:] or [0.0])
+    spread = median([abs(each - usual) for each in before[-RECENT:]] or [0.0])
+    return (loss - usual) / (spread + FLOOR * abs(usual) + least + 1e-12) if math.isfinite(loss) else math.inf
+
+
+def worse(*values: float) -> float:
+    """The largest of some sizes; what is not finite is larger than all."""
+    return max(value if math.isfinite(value) else math.inf for value in values)
+
+
+def ranked(samples: Sequence[LookedAt]) -> list[LookedAt]:
+    """Samples, the worst first: by an input that is odd, by the loss, by the gradient."""
+    usual = median([sample.input for sample in samples] or [0.0])
+    for sample in samples:
+        sample.odd = sample.input == math.inf or sample.input > ODD * usual > 0
+    return sorted(samples, key=lambda s: tuple(-worse(value) for value in (s.odd and s.input, s.loss or 0.0, s.gradient or 0.0)))
+
+
+def ranges(history: dict[int, Sizes], update: int) -> Iterator[SizeRange]:
+    """Yield the sizes of an update in the order in which they come about: forward, backward, update."""
+    for what, value in history[update].items():
+        before = [sizes[what] for at, sizes in history.items() if at < update and math.isfinite(sizes.get(what, math.nan))]
+        low, high, times = min(before, default=math.nan), max(before, default=math.nan), 1.0
+        if len(before) >= FEWEST:
+            times = max(1.0, value / max(high, 1e-30), low / max(value, 1e-30) if what.startswith("output") else 1.0)
+        yield SizeRange(what, update, value, low, high, times if math.isfinite(value) else math.inf)
+
+
+def cause(found: Found) -> Cause:
+    """The likely cause of an update's loss."""
+    losses = [sizes[LOSS] for at, sizes in sorted(found.history.items()) if at < found.update and LOSS in sizes]
+    return _samples(found, losses) or _weights(found, losses)
+
+
+def _samples(found: Found, before: list[float]) -> Cause | None:
+    samples, now, then = found.samples, found.history[found.update].get(LOSS, math.nan), f"before update {found.earlier:,} too"
+    if not samples or height(now, before) < SPIKE:
+        return None  # the loss is as usual
+    most, bad = max(1, int(FEW * len(samples))), [sample for sample in samples if sample.odd]
+    if 0 < len(bad) <= most:
+        others = median(sample.input for sample in samples)
+        largest = f"the largest value is {bad[0].input:.4g}, and {others:.4g} in the median sample"
+        return _of(bad, "a value of the input or target is not finite" if bad[0].input == math.inf else largest)
+    own = [math.nan if sample.loss is None else sample.loss for sample in samples]
+    ago = [math.nan if sample.earlier is None else sample.earlier for sample in samples]
+    bad = [sample for sample, loss in zip(samples, own, strict=True) if not math.isfinite(loss)]
+    if bad or not all(map(math.isfinite, ago)):
+        alike = len(bad) <= most and not any(math.isfinite(loss) for loss in ago[: len(bad)])
+        return _of(bad, f"the loss is not finite, at the weights {then}") if bad and alike else None
+    usual = median(before[-RECENT:] or [0.0])
+    for few in range(1, most + 1):
+        excess, whole, least = sum(own[:few]) - few * usual, sum(own) - len(own) * usual, min(ago[:few])
+        stood_out = least >= sorted(ago)[-few] or least - median(ago) >= AS_BEFORE * (own[0] - usual)
+        if stood_out and excess >= MOST_OF_IT * whole > 0:
+            share = f"{min(1.0, excess / whole):.0%} of what the loss is above the updates before"
+            return _of(samples[:few], f"{share}, and among the worst at the weights {then}")
+    return None
+
+
+def _of(bad: Sequence[LookedAt], said: str) -> Cause:
+    more = f" and {len(bad) - 2} more" if len(bad) > 2 else ""
+    return Cause("sample", bad[0].name, f"the sample{'s' * (len(bad) > 1)} {', '.join(s.name for s in bad[:2])}{more}: {said}")
+
+
+def _weights(found: Found, before: list[float]) -> Cause:
+    each = (each for at in sorted(found.history) if at <= found.update for each in ranges(found.history, at) if each.what != LOSS)
+    first = next((r for r in each if r.times >= (BEYOND if r.what.startswith(("output", INPUTS)) else FAR_BEYOND)), None)
+    until = found.update if first is None else first.update
+    moves = [[v for what, v in found.history[at].items() if what.startswith("update")] for at in found.history if at < until]
+    moved = median([median(each) for each in moves[-RECENT:] if each] or [0.0])
+    if moved >= FAST and not (before and found.history[found.update].get(LOSS, math.nan) < before[0]):
+        share = f"an update moved the matrices by {moved:.0%} of their size in the updates before"
+        return Cause("rate", "", f"the learning rate: {share}")
+    if first is None:
+        return Cause("none", "", "no sample and no layer stands out")
+    size = f"{first.size:.3g}" if math.isfinite(first.size) else "not finite"
+    usual = "" if math.isnan(first.low) else f", and was {first.low:.3g} to {first.high:.3g} in the updates before"
+    said = f"{first.what}, the first that left its range: in update {first.update:,} it is {size}{usual}"
+    return Cause("sample" if first.what == INPUTS else "layer", first.what.partition(" of ")[2], said)
+
+
+# --- on each rank ---
+
+
+@dataclass
+class Moment:
+    """The weights and buffers before an update, and what it trains on, with the random states."""
+
+    update: int
+    weights: dict[str, torch.Tensor]
+    batches: list[tuple[MicroBatch, Request, dict[str, torch.Tensor]]] = field(default_factory=list)
+
+
+class Recorder(WrappingStep):
+    """The run's own step, with a look at the model and at what it computes in the updates of a plan."""
+
+    now: Moment | None = None  # of the update that is being made
+    first: Moment | None = None
+    chosen: Moment | None = None
+    over = False  # the weights are not finite from here on
+
+    def __init__(self, trainer: Trainer, plan: Plan, back: int) -> None:
+        super().__init__(trainer.step)
+        (self.low, self.high, self.until), self.back, self.model = plan, back, trainer.model
+        self.history: dict[int, Sizes] = {}
+        self.waiting: list[tuple[MicroBatch, Request]] = []
+        writer = Writer(trainer.run_dir, Saving(), trainer.parallel, nullcontext)  # of nothing
+        self.trainer = replace(trainer, step=self, writer=writer, stream_watchers=[*trainer.stream_watchers, self._watch])
+
+    def run(self) -> Found | None:
+        """Train to the update, and return what it did; None where the run ends before it."""
+        unseen = list[str]()
+        with ExitStack() as hooks:
+            if self.trainer.compile_seconds() is not None:
+                unseen.append("the layers' outputs: the model is compiled")
+            else:
+                hooks.callback(self.model.register_forward_pre_hook(partial(self._see, INPUTS)).remove)
+                for name, module in self.model.named_modules():
+                    hooks.callback(module.register_forward_hook(partial(self._see, f"output of {name or 'the model'}")).remove)
+            with suppress(Diverged):
+                self.trainer.fit()
+        if (now := self.chosen or self.now) is None or self.first is None:
+            return None
+        samples = [self._sample(batch, request, n) for batch, request, _ in now.batches for n in range(trees.length(batch.x))]
+        try:
+            self._own_losses(now, self.first, samples)
+        except (UserError, RuntimeError) as error:
+            unseen.append(f"the samples' own losses: {str(error).splitlines()[0]}")
+        samples = ranked(samples)
+        for n, sample in enumerate(samples):
+            if n < SHOWN:
+                self._draw(sample, sample.alone)
+            sample.alone = None  # it stays in this process
+        return Found(now.update, self.first.update, samples, self.history, unseen)
+
+    def _watch(self, stream: Stream) -> Stream:
+        for batch, request in zip(stream, self.trainer.requests(), strict=False):
+            self.waiting.append((batch, request))
+            yield batch
+
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        update = self.trainer.progress.updates + 1
+        if len(self.waiting) == 1:
+            self.now, self.before = None, loss_sum.clone()
+            if self.low - self.back <= update <= self.high:
+                self.now = Moment(update, {name: tensor.detach().clone() for name, tensor in self._tensors()})
+                self.first, self.history[update] = self.first or self.now, {}
+        if self.now is not None and self.waiting[-1][1].weight:  # else it only fills up
+            self.now.batches.append((*self.waiting[-1], streams.state()))
+        self.inner.micro_batch(batch, loss_sum)
+        self.loss_sum = loss_sum
+
+    def update(self) -> bool:
+        if (now := self.now) is None:
+            return bool(self.inner.update())
+        here, parameters, parallel = self.history[now.update], dict(self.model.named_parameters()), self.trainer.parallel
+        precision, one = self.trainer.precision, torch.ones((), device=self.trainer.device)
+        scale = float(precision.scaled(one, one.clone())) if precision.scales_loss else 1.0
+        gradients = {name: p.grad for name, p in reversed(parameters.items()) if p.grad is not None}
+        here |= {f"gradient of {name}": size(gradient) / scale for name, gradient in gradients.items()}
+        made = bool(self.inner.update())
+        matrices = {name: p.detach() for name, p in parameters.items() if p.requires_grad and p.ndim > 1}
+        moved = {name: size(p - now.weights[name]) / max(size(now.weights[name]), 1e-12) for name, p in matrices.items()}
+        here |= {f"update of {name}": share for name, share in moved.items()}
+        here[LOSS] = float(parallel.all_reduce_sum(self.loss_sum - self.before) / parallel.data_world.size)
+        if now.update >= self.low:
+            all_finite = parallel.gather_object(all(map(math.isfinite, here.values())))
+            self.over = parallel.broadcast_object(not all(all_finite)) and (made or not math.isfinite(here[LOSS]))
+            if self.chosen is None or self.over or here[LOSS] > self.history[self.chosen.update][LOSS]:
+                self.chosen = now
+        return made
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+        self.waiting.clear()
+        if self.over or self.trainer.progress.updates >= self.until:
+            self.trainer.record()
+            raise Diverged("there is no more to look at")
+
+    def _see(self, what: str, *call: object) -> None:
+        """Keep the size of what a hook gets last: a module's output, or the model's inputs."""
+        if self.now is not None and self.model.training:
+            here, leaves = self.history[self.now.update], [leaf for leaf in trees.leaves(call[-1]) if leaf.is_floating_point()]
+            sizes = [size(leaf) / math.sqrt(max(1, leaf.numel())) for leaf in leaves]
+            here |= {what: worse(here.get(what, 0.0), *sizes)} if sizes else {}
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return chain(self.model.named_parameters(), self.model.named_buffers())
+
+    def _sample(self, batch: MicroBatch, request: Request, place: int) -> LookedAt:
+        one, data = torch.tensor([place], device=self.trainer.device), self.trainer.train_data.source
+        x, y = trees.select(batch.x, one), trees.select(batch.y, one)
+        largest = [worse(float(leaf.abs().max())) for leaf in trees.leaves((x, y)) if leaf.is_floating_point() and leaf.numel()]
+        name = f"sample {place} of its batch"
+        if len(request.indices) == trees.length(batch.x):  # else a function of the user's has left some out
+            number = int(index_of(request.indices)[place])
+            name = data.name(number) or f"row {original(data, number)[1]}"
+            if request.mix_with is not None:
+                name += f", mixed with row {original(data, int(request.mix_with[place]))[1]}"
+        alone = replace(batch, x=x, y=y, weight=torch.ones_like(batch.weight), shares=None)
+        return LookedAt(name, max(largest, default=0.0), alone)
+
+    def _draw(self, sample: LookedAt, alone: MicroBatch) -> None:
+        """Add a sample's target in words, and its text or picture, as the model got it."""
+        context, x, targets = self.trainer.callbacks.context, trees.first(alone.x)[0].cpu(), trees.leaves(alone.y)
+        if len(targets) == 1 and targets[0][0].numel() <= NUMBERS:
+            sample.target = ", ".join(in_words(targets[0][0].cpu(), context.run.data.targets, context.data.names))
+        if x.ndim == 3 and x.shape[0] in (1, 3):
+            sample.picture = pixels(torch.nan_to_num(x.float(), posinf=0, neginf=0).numpy(), None)
+        elif not x.is_floating_point() and x.ndim == 1:
+            text = Data.of(context.run).decode(x.tolist(), context.data) or str(x.tolist())
+            sample.text = " ".join(text.split())[:CHARACTERS]
+
+    def _own_losses(self, now: Moment, first: Moment, samples: Sequence[LookedAt]) -> None:
+        """Fill in the samples' own losses, at the weights before the update and at the earlier ones, and norms of gradients."""
+        run, loss = self.trainer.callbacks.context.run, self.trainer.evaluator.loss
+        if loss.compares_samples:
+            raise UserError(f"{run.named('loss')} compares samples")
+        if not run.parallel.whole_model:
+            raise UserError(f"with {run.named('parallel')} a rank has a part of the weights")
+        if hasattr(loss, "head"):
+            loss.head = None  # the output layer gives its logits
+        both = zip(samples, [*self._at(now, now, samples)], self._at(first, now, samples), strict=True)
+        for sample, (sample_loss, gradient), (earlier, _) in both:
+            sample.loss, sample.gradient, sample.earlier = sample_loss, gradient, earlier
+
+    def _at(self, weights: Moment, now: Moment, samples: Sequence[LookedAt]) -> Iterator[tuple[float, float | None]]:
+        """Yield the loss of each sample at some weights, and of the worst of each micro-batch the norm of the gradient."""
+        for name, tensor in self._tensors():
+            tensor.data.copy_(weights.weights[name])
+        parameters, alone = [p for p in self.model.parameters() if p.requires_grad], iter(samples)
+        loss, most = self.trainer.evaluator.loss, MOST if weights is now else 0
+        for batch, _, random in now.batches:
+            streams.restore(random)
+            with torch.set_grad_enabled(most > 0), self.trainer.precision.autocast():
+                output, count = self.trainer.evaluator.forward(loss.joined(batch.x)), trees.length(batch.x)
+                if any(leaf.ndim and len(leaf) != count for leaf in trees.leaves(output)):
+                    raise UserError("the model's output has not a row for each sample")
+                places = torch.arange(count, device=self.trainer.device).split(1)
+                own = [self._own_loss(trees.select(output, place), next(alone).alone) for place in places]
+            worst = sorted(range(count), key=lambda n: -worse(float(own[n])))[:most]
+            for n, value in enumerate(own):
+                gradients = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True) if n in worst else ()
+                yield float(value), math.hypot(*(size(g) for g in gradients if g is not None)) if n in worst else None
+
+    def _own_loss(self, output: trees.Tree, alone: MicroBatch) -> torch.Tensor:
+        """The loss of one sample, given its row of the output."""
+        loss, once = self.trainer.evaluator.loss, iter([output])
+        try:
+            return loss.step(lambda *_, **__: next(once), alone)
+        except StopIteration:
+            named = getattr(loss, "target", None) or type(loss).__name__
+            raise UserError(f"{named} runs the model more than once in a step") from None
+
+
+def size(tensor: torch.Tensor) -> float:
+    """The norm of a tensor, of which this rank may have a part."""
+    norm = torch.linalg.vector_norm(tensor.detach(), dtype=sum_dtype(tensor.device))
+    return float(getattr(norm, "full_tensor", lambda: norm)())
+
+
+# --- the command ---
+
+
+def windows_of(run_dir: Path, begin: int = 0) -> Windows:
+    """The records of a run's training losses."""
+    found: Windows = {}
+    for record in records.read(run_dir / "metrics.jsonl").records:
+        if record.get("event") == "train":
+            found[record["update"]] = begin, record.get("loss")
+        if record.get("event") in ("train", "resume"):
+            begin = record["update"]
+    return found
+
+
+def spike(windows: Windows) -> int | None:
+    """The record whose loss is furthest above those before, by their own spread; None where none is far."""
+    losses = {update: loss for update in sorted(windows) if (loss := windows[update][1]) is not None}
+    each = list(losses.values())
+    heights = {u: height(each[n], each[max(0, n - RECENT) : n], LEAST * abs(each[0])) for n, u in enumerate(losses) if n}
+    highest = max(heights, key=lambda update: heights[update], default=None)
+    return highest if highest is not None and heights[highest] >= SPIKE else None
+
+
+def planned(run_dir: Path, update: int | None) -> Plan:
+    """The updates to look at. Raises UserError."""
+    windows, result = windows_of(run_dir), Result.read(run_dir)
+    last = max([*windows, result.updates if result is not None else 0], default=0)
+    if not last or (update or 0) > last:
+        raise UserError(f"update={update}: {run_dir} has made {last} updates: name one of them")
+    low = high = update or last
+    if update is None and result is not None and result.status == "diverged":
+        low = min(max(windows, default=0) + 1, last)
+    elif update is None and (known := {u: windows[u][1] or 0.0 for u in windows if u > 1}):
+        high = spike(windows) or max(known, key=lambda update: known[update])
+        low = max(2, windows[high][0] + 1)
+    return low, high, min((u for u in windows if u >= high), default=high)
+
+
+def replay(
+    run_dir: Path, overrides: Sequence[str], config_dirs: Sequence[str], settings: ReplaySettings
+) -> tuple[jobs.Job, Found]:
+    """Train a run again up to an update, in a folder that is removed. Raises UserError."""
+    plan = planned(run_dir, settings.update)
+    job = jobs.prepare([*overrides, "logger=[]", f"resume={run_dir}", "resume_changed=true"], config_dirs)
+    if job.run.stages or not job.run.parallel.own_forward:
+        what = "a run with stages" if job.run.stages else f"{job.run.named('parallel')}, which runs parts of the model,"
+        raise UserError(f"{run_dir}: {what} cannot be replayed: resume a copy of it with debug=anomaly")
+    point, _ = manifest.newest_valid(run_dir, below=max(1, plan[0] - settings.back))
+    start, folder = int(point.name) if point is not None else 0, directory.create(Path(job.run.values["output_dir"]), "replay")
+
+    def work(answer: Callable[[list[Found | None]], None]) -> None:
+        from drivetrain.launch import launcher
+
+        def on_rank(trainer: Trainer) -> None:
+            found = trainer.parallel.gather_object(Recorder(trainer, plan, settings.back).run())
+            if trainer.parallel.world.rank == 0:
+                answer(found)
+
+        again = replace(job, run_dir=None, checkpoint=point, work=on_rank, notices=[])
+        if (result := launcher.launch(again, folder, quiet=True)).code:
+            raise UserError(str(result.error).partition(" (traceback in")[0])  # that file is removed
+
+    try:
+        with ended_by_signals(), Steps() as progress:
+            progress(f"training again from {f'the checkpoint of update {start:,}' if start else 'the start'} to {plan[2]:,}")
+            ranks = [each for each in forking.answer_of(work, "the run cannot be replayed", 7 * 86_400.0) if each is not None]
+        recorded, again = windows_of(run_dir), windows_of(folder, start)
+    finally:
+        directory.remove(folder)
+    if not ranks:
+        raise UserError(f"trained again from update {start}, the run ended before update {plan[0]}: it is another run now")
+    common = [update for update in again if update in recorded and recorded[update][0] == again[update][0]]
+    same = [update for update in common if recorded[update] == again[update]]
+    for update, sizes in ranks[0].history.items():
+        sizes |= {what: worse(*(rank.history[update].get(what, 0.0) for rank in ranks)) for what in sizes}
+    samples = ranked([sample for rank in ranks for sample in rank.samples])
+    return job, replace(ranks[0], samples=samples, start=start, same=same, other=[u for u in common if u not in same])
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}" if math.isfinite(value) else "not finite"
+
+
+def sheet(found: Found) -> Sheet:
+    """What happened at the update: how exactly it was made again, the samples, the layers, the cause."""
+    came = f"trained again from {f'the checkpoint of update {found.start:,}' if found.start else 'the start'}"
+    said = f"all {len(found.same):,} recorded losses since are the run's own, bit for bit"
+    if found.other:
+        several = f"{len(found.other)} of {len(found.same) + len(found.other)} recorded losses are others"
+        said = f"{several}, from update {found.other[0]:,} on, so this explains another run: another machine, torch, data or code"
+    elif not found.same:
+        said = "no record of the run can be compared, so nothing shows that this is the same run (log_every=1 records each)"
+    rows = []
+    for s in found.samples:
+        figures = (s.input or None, s.loss, s.gradient, s.earlier if found.earlier < found.update else None)
+        rows.append([s.name, s.target, s.text, *map(_figure, figures)])
+    header = ["sample", "is", "text", "largest value", "loss", "gradient", f"at update {found.earlier:,}"]
+    samples = Table(header, rows, "samples", ("sample", "text"), spare=("text", "is", "largest value"), most=SHOWN).used()
+    sizes = sorted(ranges(found.history, found.update), key=lambda each: -each.times)
+    of_layers = [
+        [r.what, _figure(r.size), "–" if math.isnan(r.low) else f"{r.low:.4g} to {r.high:.4g}", f"{r.times:.3g}"] for r in sizes
+    ]
+    layers = Table(["what", "size", "in the updates before", "times beyond"], of_layers, "layers", most=SHOWN)
+    tiles = [
+        charts.tile(s.picture, s.name, s.target, f"loss {_figure(s.loss)}", "") for s in found.samples if s.picture is not None
+    ]
+    sections: list[Section] = [
+        words(f"{came}: {said}"),
+        *under(f"The samples of update {found.update:,}, the worst first", samples),
+    ]
+    sections += [charts.tiles(tiles)] if tiles else []
+    sections += under(f"The layers in update {found.update:,}, what is furthest beyond its range first", layers)
+    sections += [words(*(f"not looked into: {line}" for line in found.unseen))]
+    return Sheet("What happened? – drivetrain replay", f"update {found.update:,}: {cause(found).said}", sections)
+
+
+def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
+    """Run `drivetrain replay`; its exit code."""
+    settings, given = verbs.split(argv, ReplaySettings)
+    runs = [word for word in given if "=" not in word or Path(word).exists()]
+    if len(runs) != 1:
+        raise UserError(f"drivetrain replay takes one run, such as outputs/<date>/<time>-<id>, and was given {len(runs)}")
+    run_dir = directory.named(expanded(runs[0]))
+    jobs.recorded_environment(run_dir)
+    job, found = replay(run_dir, [word for word in given if word not in runs], config_dirs, settings)
+    about = {
+        "update": found.update,
+        "cause": cause(found)._asdict(),
+        "from": found.start,
+        "same": found.same,
+        "other": found.other,
+    }
+    verbs.leave(job, "replay", shown := sheet(found), ["replay", *argv], {**about, **shown.as_dict()})
+    return DONE

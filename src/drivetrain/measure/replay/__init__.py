@@ -1,1 +1,0 @@
-"""`drivetrain replay`: what happened at an update of a run."""
