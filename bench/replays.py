@@ -48,14 +48,10 @@ class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
             self.x = of_class[self.y] + 0.4 * torch.randn(len(self.y), *shape, generator=random)
         if bad == "label":
             self.y[row] = (self.y[row] + 1 + seed % 3) % CLASSES
-        elif bad == "pixels":
-            self.x[row].view(-1)[:5] = float("nan")
-        elif bad == "huge":
-            self.x[row].view(-1)[3] = 1e5
-        elif bad == "empty":
-            self.x[row] = 0
-        part = slice(TRAIN) if split == "train" else slice(TRAIN, None)
-        self.x, self.y = self.x[part], self.y[part]
+        elif bad:
+            count, value = {"pixels": (5, float("nan")), "huge": (1, 1e5), "empty": (None, 0)}[bad]
+            self.x[row].view(-1)[:count] = value
+        self.x, self.y = (all_[:TRAIN] if split == "train" else all_[TRAIN:] for all_ in (self.x, self.y))
 
     def __len__(self) -> int:
         return len(self.y)
@@ -73,22 +69,16 @@ class Breaking(nn.Linear):
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.seen += 1
+        self.seen += self.training
         now = int(self.seen) if self.training else 0
         if now == AT and self.fault == "scaled":
-            with torch.no_grad():
-                self.weight.mul_(-300)
+            self.weight.data.mul_(-300)
         out = super().forward(x)
-        if now >= AT and self.fault == "log":
-            return (out - out.mean()).log()
-        if now >= AT and self.fault == "dead":
-            return out * 0
-        if now == AT and self.fault == "overflow":
-            return out * -1e4
         if now == AT and self.fault == "backward" and out.requires_grad:
             out.register_hook(lambda gradient: gradient * 1e5)
-        return out
+        if now < AT or self.fault not in ("log", "dead", "overflow") or (self.fault == "overflow" and now > AT):
+            return out
+        return {"log": (out - out.mean()).log(), "dead": out * 0, "overflow": out * -1e4}[self.fault]
 
 
 class Net(nn.Module):
@@ -96,25 +86,14 @@ class Net(nn.Module):
 
     def __init__(self, task: str = "pictures", fault: str = "", width: int = 32) -> None:
         super().__init__()
-        self.task = task
-        if task == "texts":
-            self.first: nn.Module = nn.Embedding(WORDS, width)
-        elif task == "pictures":
-            self.first = nn.Sequential(
-                nn.Conv2d(3, width, 3),
-                nn.BatchNorm2d(width),
-                nn.ReLU(),
-                nn.AdaptiveAvgPool2d(2),
-                nn.Flatten(),
-                nn.Linear(4 * width, width),
-            )
-        else:
-            self.first = nn.Linear(8, width)
+        pool = nn.Sequential(nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * width, width))
+        kinds = {"texts": nn.Embedding(WORDS, width), "table": nn.Linear(8, width), "pictures": nn.Conv2d(3, width, 3)}
+        self.first = nn.Sequential(kinds[task], pool) if task == "pictures" else kinds[task]
         self.middle, self.last, self.head = Breaking(width, fault), nn.Linear(width, width), nn.Linear(width, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)
-        if self.task == "texts":  # the mean over the words that are there
+        if not x.is_floating_point():  # the mean over the words that are there
             here = (x > 0)[..., None].to(h.dtype)
             h = (h * here).sum(1) / here.sum(1)
         return self.head(self.last(self.middle(h.relu()).relu()).relu())
@@ -168,13 +147,12 @@ def _words(task: str, seed: int) -> tuple[str, ...]:
 def examined(case: Case, place: Path) -> dict[str, object]:
     """Train a case and replay it; what was named."""
     run = train([*case.words, f"hydra.run.dir={place / 'run'}", f"output_dir={place}"])
-    assert run.run_dir is not None
-    done = replay(run.run_dir, (), (), ReplaySettings())[1]
+    done = replay(place / "run", (), (), ReplaySettings())[1]
     named = cause(done)
     return {
-        "fault": case.fault, "kind": case.kind, "of": case.of, "status": run.status, "updates": run.updates, "loss": run.loss,
+        "fault": case.fault, "kind": case.kind, "of": case.of, "status": run.status, "updates": run.updates,
         "update": done.update, "bits": [len(done.same), len(done.other)], "named": named._asdict(),
-        "first_row": done.samples[0].name,
+        "first": case.kind == "sample" and done.samples[0].name == case.of,
         "right": named.kind == case.kind and f"{named.of}.".startswith(f"{case.of}."),
     }  # fmt: skip
 
@@ -183,30 +161,23 @@ def main() -> None:
     """Examine all cases, one process each, and write the shares."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="faults of this kind or name")
-    parser.add_argument("--every", type=int, default=1)
-    given = parser.parse_args()
-    found: list[dict[str, object]] = []
-    for case in [case for case in cases() if given.only in ("", case.fault, case.kind)][:: given.every]:
+    only, found, shares = parser.parse_args().only, [], {}
+    for case in (case for case in cases() if only in ("", case.fault, case.kind)):
         with tempfile.TemporaryDirectory() as folder:
-            found.append(answer_of(lambda answer, case=case, place=Path(folder): answer(examined(case, place)), case.fault))
-        row = found[-1]
+            row = answer_of(lambda answer, case=case, place=Path(folder): answer(examined(case, place)), case.fault)
         print(
             "right" if row["right"] else "WRONG",
-            row["fault"],
-            row["status"],
-            row["update"],
-            row["bits"],
-            row["named"],
-            row["first_row"],
+            *(row[key] for key in ("fault", "status", "update", "bits", "named", "first")),
             flush=True,
         )
-    rows = {}
-    for name in dict.fromkeys(str(row[key]) for key in ("kind", "fault") for row in found):
-        of = [row["right"] for row in found if name in (row["kind"], row["fault"])]
-        rows[name] = {"right": sum(map(bool, of)), "of": len(of), "interval": interval(sum(map(bool, of)) / len(of), len(of))}
-        print(name, rows[name])
-    if not given.only and given.every == 1:
-        write(RESULTS / "replays-cpu.json", {"machine": machine(), "shares": rows, "runs": found})
+        found.append(row)
+    for name in dict.fromkeys(row[key] for key in ("kind", "fault") for row in found):
+        of = [row for row in found if name in (row["kind"], row["fault"])]
+        count = {key: sum(bool(row[key]) for row in of) for key in ("right", "first")}
+        shares[name] = {"of": len(of), **count, "interval": interval(count["right"] / len(of), len(of))}
+        print(name, shares[name])
+    if not only:
+        write(RESULTS / "replays-cpu.json", {"machine": machine(), "shares": shares, "runs": found})
 
 
 if __name__ == "__main__":

@@ -46,10 +46,11 @@ LOSS, INPUTS = "the loss", "the inputs"  # sizes beside "output of …", "gradie
 RECENT, SPIKE = 5, 4.0  # losses before, which say what was usual; times their spread
 FLOOR, LEAST = 0.1, 0.01  # their spread is at least this share of the usual loss, and of the run's first
 FEW, MOST_OF_IT = 0.1, 0.75  # of an update's samples may explain so much of what the loss is above the usual one
-AS_BEFORE = 0.25  # of what a sample is above the usual loss, it was at the earlier weights already
+AS_BEFORE = 0.25  # of its loss a sample had at the earlier weights already, or it was among the worst there
 ODD = 100.0  # times the median of the samples' largest values
 FEWEST = 5  # updates that give a range
 BEYOND, FAR_BEYOND = 3.0, 10.0  # times its range: an output; gradients and updates, which vary more
+WORTH = 1.5  # times: what is less is not told
 FAST = 0.1  # of the size of a matrix: a large update
 
 Windows = dict[int, tuple[int, float | None]]  # the update of a record → the update at which it begins, and the mean loss
@@ -171,10 +172,10 @@ def _samples(found: Found, before: list[float]) -> Cause | None:
     usual = median(before[-RECENT:] or [0.0])
     for few in range(1, most + 1):
         excess, whole, least = sum(own[:few]) - few * usual, sum(own) - len(own) * usual, min(ago[:few])
-        stood_out = least >= sorted(ago)[-few] or least - median(ago) >= AS_BEFORE * (own[0] - usual)
+        stood_out = least >= min(sorted(ago)[-few], AS_BEFORE * own[0])
         if stood_out and excess >= MOST_OF_IT * whole > 0:
             share = f"{min(1.0, excess / whole):.0%} of what the loss is above the updates before"
-            return _of(samples[:few], f"{share}, and among the worst at the weights {then}")
+            return _of(samples[:few], f"{share}, and it stood out at the weights {then}")
     return None
 
 
@@ -193,7 +194,14 @@ def _weights(found: Found, before: list[float]) -> Cause:
         share = f"an update moved the matrices by {moved:.0%} of their size in the updates before"
         return Cause("rate", "", f"the learning rate: {share}")
     if first is None:
-        return Cause("none", "", "no sample and no layer stands out")
+        usual = ", and its loss is as usual" if height(found.history[found.update].get(LOSS, 0.0), before) < SPIKE else ""
+        return Cause("none", "", f"no sample and no layer stands out{usual}")
+    at_once = [each for each in ranges(found.history, first.update) if each.what.startswith("output")]
+    grew = [each.what for each in at_once[: at_once.index(first) if first in at_once else None] if each.times > WORTH]
+    if grew and math.isfinite(first.size):
+        return Cause(
+            "rate", "", f"the learning rate: in update {first.update:,} {', '.join(grew[:3])} and {first.what} grew together"
+        )
     size = f"{first.size:.3g}" if math.isfinite(first.size) else "not finite"
     usual = "" if math.isnan(first.low) else f", and was {first.low:.3g} to {first.high:.3g} in the updates before"
     said = f"{first.what}, the first that left its range: in update {first.update:,} it is {size}{usual}"
@@ -444,7 +452,9 @@ def replay(
 
     try:
         with ended_by_signals(), Steps() as progress:
-            progress(f"training again from {f'the checkpoint of update {start:,}' if start else 'the start'} to {plan[2]:,}")
+            progress(
+                f"training again from {f'the checkpoint of update {start:,}' if start else 'the start'} to update {plan[2]:,}"
+            )
             ranks = [each for each in forking.answer_of(work, "the run cannot be replayed", 7 * 86_400.0) if each is not None]
         recorded, again = windows_of(run_dir), windows_of(folder, start)
     finally:
@@ -480,7 +490,13 @@ def sheet(found: Found) -> Sheet:
     samples = Table(header, rows, "samples", ("sample", "text"), spare=("text", "is", "largest value"), most=SHOWN).used()
     sizes = sorted(ranges(found.history, found.update), key=lambda each: -each.times)
     of_layers = [
-        [r.what, _figure(r.size), "–" if math.isnan(r.low) else f"{r.low:.4g} to {r.high:.4g}", f"{r.times:.3g}"] for r in sizes
+        [
+            r.what,
+            _figure(r.size),
+            "–" if math.isnan(r.low) else f"{r.low:.4g} to {r.high:.4g}",
+            f"{r.times:.3g}" if r.times > WORTH else "–",
+        ]
+        for r in sizes
     ]
     layers = Table(["what", "size", "in the updates before", "times beyond"], of_layers, "layers", most=SHOWN)
     tiles = [
