@@ -257,9 +257,8 @@ class Recorder(WrappingStep):
             unseen.append(f"the samples' own losses: {str(error).splitlines()[0]}")
         samples = ranked(samples)
         for n, sample in enumerate(samples):
-            if n < SHOWN:
-                self._draw(sample, sample.alone)
-            sample.alone = None  # it stays in this process
+            self._draw(sample, sample.alone)
+            sample.alone, sample.picture = None, sample.picture if n < SHOWN else None  # what stays in this process
         return Found(now.update, self.first.update, samples, self.history, unseen)
 
     def _watch(self, stream: Stream) -> Stream:
