@@ -17,12 +17,12 @@ from torch import nn
 from bench.harness import RESULTS, machine, write
 from drivetrain import train
 from drivetrain.core.machine.forking import answer_of
-from drivetrain.measure.replay import ReplaySettings, cause, replay
+from drivetrain.measure.replay import ReplaySettings, replay
+from drivetrain.measure.replay_cause import cause
 from drivetrain.run.result import interval
 
 TRAIN, TEST, CLASSES, WORDS = 512, 128, 4, 60
-BATCH, EPOCHS = 32, 12
-AT = 70  # the update in which a layer breaks
+BATCH, EPOCHS, AT = 32, 12, 70  # a layer breaks in update AT
 TASKS = ("pictures", "table", "texts")
 
 

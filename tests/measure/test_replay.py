@@ -10,8 +10,9 @@ import pytest
 import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
-from drivetrain.measure import replay
-from drivetrain.measure.replay import Found, LookedAt, ReplaySettings
+from drivetrain.measure import replay, replay_cause
+from drivetrain.measure.replay import ReplaySettings
+from drivetrain.measure.replay_cause import Found, LookedAt
 
 PLANTED = """
 import torch
@@ -91,7 +92,7 @@ def test_it_begins_at_a_checkpoint_and_computes_the_same_bits(run):
     mean = sum(sample.loss for sample in found.samples) / 8
     assert mean == pytest.approx(found.history[47]["the loss"], rel=1e-5), "the same dropout"
     assert all(sample.gradient > 0 for sample in found.samples)
-    names = [each.what for each in replay.ranges(found.history, 47)]
+    names = [each.what for each in replay_cause.ranges(found.history, 47)]
     assert names.index("output of layers.0.linear") < names.index("output of head") < names.index("gradient of head.weight")
 
 
@@ -145,4 +146,4 @@ def found_with(losses=(0.5,) * 8, earlier=(0.5,) * 8, loss=0.5, moved=0.001, **s
     ],
 )
 def test_the_cause_is_judged(found, kind, of):
-    assert replay.cause(found)[:2] == (kind, of)
+    assert replay_cause.cause(found)[:2] == (kind, of)
