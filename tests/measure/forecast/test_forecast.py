@@ -199,7 +199,7 @@ def test_what_a_forecast_leaves_out_is_said():
     with pytest.raises(UserError, match=r"batch\.tokens=300: how many samples that is"):
         plan(["task=language_modelling", "batch.tokens=300"], (), "h100")
     assert "chooses a batch of 8 to 64 samples" in plan([*SMALL, "batch=critical", "batch.max=64"], (), "h100").notes[0]
-    assert "for the process" in plan([*SMALL, "batch=auto", "batch.memory_gb=1"], (), "here").notes[0]
+    assert "the whole process" in plan([*SMALL, "batch=auto", "batch.memory_gb=1"], (), "here").notes[0]
 
 
 def test_the_least_memory_that_is_named_is_enough():
