@@ -28,7 +28,8 @@ MEANS = {  # words that people say → the words of names
     **dict.fromkeys(("predictor", "input", "exclude", "ignore", "drop", "skip"), "column"), "label": "target", "cpu": "cpu",
     **dict.fromkeys(("impute", "imputation", "fill", "fillna"), "missing"), **dict.fromkeys(("ppl",), "perplexity"),
     **dict.fromkeys(("num", "n", "number", "of", "the", "use", "do", "enable", "with", "my", "total", "is", "from"), ""),
-    **dict.fromkeys(("effective", "local", "peak", "initial", "base", "exp", "cfg", "config", "name", "type", "method"), ""),
+    **dict.fromkeys(("effective", "local", "peak", "initial", "base", "exp", "cfg", "config", "name"), ""),
+    **dict.fromkeys(("type", "method", "count"), ""),
 }  # fmt: skip
 
 ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Hugging Face's, timm's, and everyday words
@@ -492,6 +493,29 @@ ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Huggin
     "model=cnn": "model=resnet9",
     "model=resnet": "model=resnet9",
     "model=neural_network": "model=mlp",
+    "model=multilayer_perceptron": "model=mlp",
+    "model.drop": "model.dropout",
+    "l2_penalty": "optimizer.weight_decay",
+    "adam_betas": "optimizer.beta1",
+    "metrics=explained_variance": "metrics=[r2]",
+    "data=tsv": "data=tabular",
+    "data=excel": "data=tabular",
+    "data=numpy": "data=tabular",
+    "data.table": "data.path",
+    "data.response": "data.target",
+    "data.scaler": "data.normalize",
+    "data.dims": "data.size",
+    "data.cross_validation": "data.folds",
+    "augment=hue": "augment=[color_jitter]",
+    "augment=brightness": "augment=[color_jitter]",
+    "gpu_count": "parallel.nproc",
+    "parallel=multi_gpu": "parallel=ddp",
+    "parallel=mirrored": "parallel=ddp",
+    "compile=torch.compile": "compile=inductor",
+    "save_checkpoints": "saving",
+    "max_checkpoints": "saving.keep",
+    "experiment_dir": "output_dir",
+    "worker_count": "loader.num_workers",
     "model=feedforward": "model=mlp",
     "model.dims": "model.hidden",
     "model.num_labels": "data.classes",
@@ -722,7 +746,8 @@ TRANSFORMERS = r"bert|gpt2|llama|qwen|mistral|gemma|electra|/|\b(opt|t5|phi)-"  
 # Other frameworks' sections, whose keys have none here.
 SECTIONS = (
     "trainer", "train", "training", "args", "hparams", "trainingargs", "trainingarguments", "cfg", "params", "pltrainer",
-    "lightning", "datamodule", "dataloader", "dataset", "peftconfig", "peft", "modelargs", "dataargs", "hyperparameters", "fit",
+    "lightning", "datamodule", "dataloader", "dataset", "peftconfig", "peft", "loraconfig", "lora", "modelargs", "dataargs",
+    "hyperparameters", "fit",
 )  # fmt: skip
 NOTES = {  # of those that mean another amount, or need more
     "model=linear": "with model.hidden=[]",
