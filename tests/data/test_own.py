@@ -332,7 +332,7 @@ def test_numpys_float64_becomes_the_models_type():
         ([({"a": None, "b": 1}, 0), ({"a": 1, "b": 1}, 0)], r"x\.a is not of the same structure"),
         ([({"a": 1, "b": 1}, 0), ({"a": 1, "c": 1}, 0)], "x is not of the same structure"),
         ([(torch.zeros(2), 0), (torch.zeros(3), 0)], r"x has the shapes \[2\] and \[3\]: data.pad=true pads"),
-        ([(torch.zeros(1, 2), 0), (torch.zeros(1, 3), 0)], r"x has the shapes \[1, 2\] and \[1, 3\]$"),
+        ([(torch.zeros(1, 2), 0), (torch.zeros(1, 3), 0)], r"x has the shapes \[1, 2\] and \[1, 3\]: resize or pad"),
     ],
 )
 def test_what_makes_no_batch_is_named(samples, says):

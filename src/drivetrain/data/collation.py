@@ -145,8 +145,9 @@ def stacked(values: list[Tree], name: str, together: Callable[[list[torch.Tensor
 def stack(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
     """Return tensors of one shape as a batch (n, …). Raises DataError."""
     if len(shapes := sorted({tuple(t.shape) for t in tensors})) > 1:
-        hint = ": data.pad=true pads sequences" if all(s[1:] == shapes[0][1:] and s for s in shapes) else ""
-        raise DataError(f"{name} has the shapes {list(shapes[0])} and {list(shapes[-1])}{hint}")
+        is_sequence = all(s[1:] == shapes[0][1:] and s for s in shapes)
+        mend = "data.pad=true pads sequences" if is_sequence else "resize or pad them, or set evaluate_batch=1 for evaluations"
+        raise DataError(f"{name} has the shapes {list(shapes[0])} and {list(shapes[-1])}: {mend}")
     return torch.stack(tensors)
 
 
