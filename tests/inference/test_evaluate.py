@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import tempfile
@@ -20,6 +21,7 @@ from drivetrain.core.errors import INTERRUPTED, UserError
 from drivetrain.core.step.tensors import Tensors
 from drivetrain.inference.evaluation import Evaluation, evaluate
 from drivetrain.inference.finished import Choice
+from tests.support import slow
 from tests.support.command import run
 
 TEST_SAMPLES = 359  # of data=digits
@@ -393,3 +395,29 @@ def test_folders_of_some_classes_have_the_runs_numbers(finished, tmp_path):
     check(evaluate(result.run_dir, [f"data.root={tmp_path / 'other'}"]), found, torch.tensor([1] * 4 + [2] * 4))
     with pytest.raises(UserError, match="no training image has the class d"):
         evaluate(result.run_dir, [f"data.root={tmp_path / 'more'}"])
+
+
+@pytest.mark.parametrize("change", slow.but("renamed".__eq__, ["renamed", "added", "removed"]))
+def test_a_folder_whose_classes_changed_since_training_is_refused(change, tmp_path):
+    """Class 1 would be another one in silence: b was it, and c is. Whoever knows better says so."""
+    for kind in "abc":
+        painted(tmp_path / "own" / kind, 20, 5 * ord(kind) - 480)
+    words = ("data=imagefolder", "data.size=8", "data.normalize=measured", "augment=[]", f"data.root={tmp_path / 'own'}")
+    result = drivetrain.train([*SMALL, *words, "saving.every_updates=1", "output_dir=out"])
+    if change == "added":
+        painted(tmp_path / "own" / "ab", 20, 100)
+    else:
+        (tmp_path / "away").mkdir()
+        (tmp_path / "own" / "b").rename(tmp_path / ("own" if change == "renamed" else "away") / "z")
+    resume = [f"resume={result.run_dir}", "epochs=2"]
+    says = r"other classes than in training: class 1 is '(c|ab)' and was 'b': give data with the same 3 classes"
+    for use in (
+        lambda: evaluate(result.run_dir),
+        lambda: drivetrain.load(result.run_dir).blocks_of("test", 4),
+    ):
+        with pytest.raises(UserError, match=says):
+            use()
+    again = drivetrain.train(resume)
+    assert (again.status, re.search(says, str(again.error)) is not None) == ("failed", True)
+    if change == "renamed":
+        assert drivetrain.train([*resume, "resume_changed=true"]).status == "completed"

@@ -18,6 +18,7 @@ import torch
 import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
+from drivetrain.core.machine import files
 from drivetrain.launch import launcher
 from drivetrain.run import reader
 from drivetrain.saving import checkpoint_io, content, manifest, sharded_checkpoint
@@ -289,7 +290,7 @@ def test_the_order_of_syncs_and_renames(tmp_path, monkeypatch):
     checkpoint_io.save(tmp_path, 3, WEIGHTS, {"a": 1})
     calls: list[str] = []
     opened: dict[int, str] = {}
-    real_open, sync, rename, remove = os.open, os.fsync, Path.rename, shutil.rmtree
+    real_open, sync, rename, remove = os.open, os.fsync, Path.rename, files.remove
 
     def open_(path, *how, **more):
         handle = real_open(path, *how, **more)
@@ -299,7 +300,7 @@ def test_the_order_of_syncs_and_renames(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "open", open_)
     monkeypatch.setattr(os, "fsync", lambda handle: (calls.append(f"sync {opened[handle]}"), sync(handle)))
     monkeypatch.setattr(Path, "rename", lambda self, to: (calls.append(f"{self.name} → {to.name}"), rename(self, to))[1])
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **how: (calls.append(f"remove {path.name}"), remove(path, **how)))
+    monkeypatch.setattr(files, "remove", lambda path: (calls.append(f"remove {path.name}"), remove(path)))
     checkpoint_io.save(tmp_path, 3, WEIGHTS, {"a": 2})
     assert calls[0] == "remove .writing-3"
     assert calls[1] == f"sync .manifest.json.{os.getpid()}"

@@ -66,7 +66,7 @@ def evaluate(
         own = _own_data(finished.job, overrides, Path(run_dir), about)
         finished.job.run = finished.job.run.with_parts(data=Data.of(finished.job.run).with_values(own=own))
     kind = finished.job.run.target_kind
-    finished.job.work = lambda trainer: _restore_and_evaluate(trainer, checkpoint, choice, kind)
+    finished.job.work = lambda trainer: _restore_and_evaluate(trainer, checkpoint, about, choice, kind)
     with tempfile.TemporaryDirectory(prefix="drivetrain-evaluate-") as folder:
         result = launcher.launch(finished.job, Path(folder), quiet=True)
         told: JsonObject = (
@@ -115,9 +115,10 @@ def _source(job: Job, origin: str) -> str:
     return f"{named}, {origin}" if origin else named
 
 
-def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, choice: Choice, kind: TargetKind | None) -> None:
+def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, about: JsonObject, choice: Choice, kind: TargetKind | None) -> None:
     """Load the weights, without the state that only training needs, and evaluate them. Called on all ranks."""
     StopFlag.nothing_to_save()
+    manifest.check_classes(about, trainer.writer.about)
     weights, state = worker.load(checkpoint, trainer.parallel)
     weights = chosen_weights(checkpoint, weights, state, choice.average or False)
     no_optimizer: JsonObject = {"param_groups": [], "state": {}}

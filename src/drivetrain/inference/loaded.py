@@ -112,6 +112,7 @@ class LoadedRun:
         Raises UserError.
         """
         data = Data.of(self.run).load_sets(torch.device("cpu"))
+        manifest.check_classes(self.about, describe(self.run, data))
         sets = {"": data.train} if split == "train" else data.sets(split)
         if not sets:
             raise UserError("--data validation: this run has no validation set (data.validation=null): give --data test")

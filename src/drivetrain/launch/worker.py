@@ -397,6 +397,9 @@ def _build(job: Job, context: RunContext, writers: list[RunWriter], quiet: bool)
     staged = StagedRun(context, writers)
     staged.build()
     if (checkpoint := staged.trainer.parallel.broadcast_object(job.checkpoint)) is not None:
+        own = staged.trainer.parallel.broadcast_object(manifest.about(checkpoint) if context.world.rank == 0 else {})
+        if not context.run.values["resume_changed"]:
+            manifest.check_classes(own, staged.trainer.writer.about)
         rate = restore(staged, checkpoint)
         if jump := rate_jump(staged.trainer, rate):
             logger.warning("%s", jump)

@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import get_args
 
@@ -188,6 +189,17 @@ def about(checkpoint: Path) -> JsonObject:
     """Return a checkpoint's facts about the model, such as input shape and classes."""
     found: JsonObject = read(checkpoint)["about"]
     return found
+
+
+def check_classes(own: JsonMapping, here: JsonMapping | None) -> None:
+    """Raise UserError where data described as `here` has other classes than a model's `own`: numbers would stand for others."""
+    were, are = own.get("classes"), (here or {}).get("classes")
+    if were is not None and are is not None and were != are:
+        at, (was, now) = next((at, pair) for at, pair in enumerate(zip_longest(were, are)) if pair[0] != pair[1])
+        raise UserError(
+            f"the data has other classes than in training: class {at} is {'none' if now is None else repr(now)} and was "
+            f"{'none' if was is None else repr(was)}: give data with the same {len(were)} classes"
+        )
 
 
 def as_metadata(about: Mapping[str, object]) -> dict[str, str]:

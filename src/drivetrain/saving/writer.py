@@ -63,7 +63,7 @@ class Writer:
         eval_weights: Callable[[], AbstractContextManager[None]],
         about: JsonMapping | None = None,
     ) -> None:
-        self._about = about  # what the weights need to be used alone
+        self.about = about  # what the weights need to be used alone
         self._run_dir, self._saving, self._parallel, self._eval_weights = run_dir, saving, parallel, eval_weights
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -130,9 +130,9 @@ class Writer:
 
     def _write(self, update: int, weights: StateDict, state: StateDict, ranked: list[int]) -> None:
         if self._saving.sharded:
-            checkpoint_io.save_sharded(self._run_dir, update, weights, state, self._group, self._about)
+            checkpoint_io.save_sharded(self._run_dir, update, weights, state, self._group, self.about)
         else:
-            checkpoint_io.save(self._run_dir, update, weights, state, self._about)
+            checkpoint_io.save(self._run_dir, update, weights, state, self.about)
         if self._parallel.world.rank == 0:
             recent = self._saving.keep_recent or 1  # the newest stays, to resume from
             checkpoint_io.prune(self._run_dir, lambda saved: [*self._saving.chosen(saved, ranked), *saved[-recent:]])
