@@ -122,6 +122,17 @@ def test_a_loss_that_has_none_of_a_sample_is_named(place, words, says):
     assert any(says in line for line in replayed(run).unseen)
 
 
+@pytest.mark.slow
+def test_a_row_of_any_rank_is_named(place):
+    words = ("data.kwargs.bad=77", "parallel=ddp", "parallel.nproc=2", "model.dropout=0.1")
+    run = drivetrain.train([*WORDS, *words])
+    assert run.status == "diverged"
+    found = replayed(run.run_dir)
+    assert replay_cause.cause(found)[:2] == ("sample", "row 77")
+    assert len(found.samples) == 8
+    assert not found.other
+
+
 def found_with(losses=(0.5,) * 8, earlier=(0.5,) * 8, loss=0.5, moved=0.001, **sizes: float) -> Found:
     """Twelve updates like each other, and a thirteenth with other sizes."""
     usual = {"output of a": 1.0, "output of b": 2.0, "gradient of b.weight": 0.1, "update of b.weight": moved}
