@@ -370,7 +370,8 @@ def sheet(found: Found) -> Sheet:
     sections += [charts.tiles(tiles)] if tiles else []
     sections += under(f"The layers in update {found.update:,}, what is furthest beyond its range first", layers)
     sections += [words(*(f"not looked into: {line}" for line in found.unseen))]
-    return Sheet("What happened? – drivetrain replay", f"update {found.update:,}: {cause(found).said}", sections)
+    of = " of another run" if found.other else ""
+    return Sheet("What happened? – drivetrain replay", f"update {found.update:,}{of}: {cause(found).said}", sections)
 
 
 def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
