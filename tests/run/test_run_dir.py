@@ -6,6 +6,7 @@ import csv
 import hashlib
 import json
 import multiprocessing
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -310,6 +311,7 @@ def test_temporary_folders_of_killed_runs_go_with_the_next_run(tmp_path, monkeyp
         (tmp_path / name).mkdir()
         (tmp_path / name / ".lock").touch()
     (tmp_path / "drivetrain-run-link").symlink_to(tmp_path / "drivetrain-gpu-0")
+    os.mkfifo(tmp_path / "drivetrain-run-pipe")  # anybody may put one there, and nobody waits for it
     with directory.locked(tmp_path / "drivetrain-run-lives"), directory.temporary() as folder:
         kept = {"drivetrain-run-lives", "drivetrain-gpu-0", "drivetrain-run-link"}
         assert {path.name for path in tmp_path.iterdir()} == {folder.name, *kept}

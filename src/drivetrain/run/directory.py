@@ -153,7 +153,7 @@ def temporary() -> Iterator[Path]:
     settings = multiprocessing.current_process()._config  # type: ignore[attr-defined] # which forked processes inherit
     place, before = Path(tempfile.gettempdir()), settings.get("tempdir")
     for old in place.glob("drivetrain-run-*"):
-        if not is_locked(old):
+        if not old.is_symlink() and not is_locked(old):
             files.remove(old)
     folder = Path(tempfile.mkdtemp(prefix=".drivetrain-run-"))
     with locked(folder):
