@@ -112,17 +112,18 @@ class Asked:
     allowed: set[Pair] = field(default_factory=set)
 
 
-def ask(folder: Path, groups: dict[str, list[str]], workers: int) -> Asked:
-    """Ask the rules about every option and every pair."""
+def ask(folder: Path, groups: dict[str, list[str]], workers: int, only: Set[str] = frozenset()) -> Asked:
+    """Ask the rules about every option and every pair, or those pairs alone that have one of these words; others may train."""
     words = list(itertools.chain(*groups.values()))
     with ProcessPoolExecutor(workers, get_context("spawn"), composed.install) as pool:
         said = pool.map(pairwise.refused, [[word] for word in words], itertools.repeat(folder), chunksize=16)
         alone = {word: reason for word, reason in zip(words, said, strict=True) if reason}
         able = [[word for word in options if word not in alone] for options in groups.values()]
-        pairs = all_pairs(able)
+        every = all_pairs(able)
+        pairs = [pair for pair in every if not only or only & {*pair}]
         said = pool.map(pairwise.refused, pairs, itertools.repeat(folder), chunksize=64)
         together = {frozenset(pair): reason for pair, reason in zip(pairs, said, strict=True) if reason}
-    return Asked(alone, together, {frozenset(pair) for pair in pairs} - set(together))
+    return Asked(alone, together, {frozenset(pair) for pair in every} - set(together))
 
 
 def all_pairs(groups: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
@@ -272,9 +273,9 @@ def pairs(given: Any, folder: Path, journal: Journal) -> bool:
     """Ask, try, write the record. Return whether, after training, a pair is open, or refused by words that do not name both."""
     groups = pairwise.factors()
     composed.install()
-    asked = ask(folder, groups, given.jobs)
-    print(f"{len(asked.allowed)} pairs to train, {len(asked.together)} refused by the rules", flush=True)
+    asked = ask(folder, groups, given.jobs, set(given.only))
     cover = Cover(asked.allowed, groups, lambda words: pairwise.refused(words, folder), set(given.only))
+    print(f"{len(cover.wanted)} pairs to train, {len(asked.together)} refused by the rules", flush=True)
     campaign = Campaign(cover, journal, partial(attempt, folder))
     campaign.run(given.jobs, given.minutes * 60)
     given.out.write_text(document(asked, groups, campaign).replace(str(folder), "…"), encoding="utf-8")
