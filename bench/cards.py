@@ -101,7 +101,9 @@ KEYS = {
         (f"adapter=lora adapter.{word}" for word in ("scale=stabilized", "init=pissa", "lr_ratio=16")), Case(GPT, "adapter=lora")
     ),
     "model=gpt model.embedding_noise=5": Case(GPT, "model=gpt"),
-    "parallel=ddp parallel.shard_optimizer=true": Case((*MLP, "optimizer=adamw", "parallel.nproc=2"), "parallel=ddp"),
+    "parallel=ddp parallel.shard_optimizer=true": Case(
+        (*MLP, "model.hidden=[2048,2048,2048]", "optimizer=adamw", "parallel.nproc=2"), "parallel=ddp"
+    ),
     "loss=arcface": Case(MLP, "loss=cross_entropy"),
     "loss=asymmetric": Case(tuple(word.format("multilabel") for word in SMALL), "loss=bce"),
     "loss=tversky": Case(tuple(word.format("segmentation") for word in SMALL), "loss=dice"),
@@ -205,7 +207,7 @@ def sentence(card: dict[str, Any], cpu: str) -> str:
         said += f", {amount}" if certain and abs(more) >= 1 else ", as much memory"
     with_words = f" {' '.join(card['beside'])}" if card["beside"] else ""
     last = {word.partition("=")[0]: word for word in card["case"].split()}
-    shape = " ".join(word for key, word in last.items() if key in ("data", "model", "batch.global_batch"))
+    shape = " ".join(word for key, word in last.items() if key in ("task", "data", "model", "batch.global_batch"))
     return f"{said};{with_words and f' with{with_words},'} {shape}, one thread, {cpu}"
 
 

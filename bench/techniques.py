@@ -212,10 +212,10 @@ def card_of(label: str, base: str) -> str:
 
 
 def _sentence(label: str, row: dict[str, Any], base: str, first: dict[str, Any], trial: dict[str, Any]) -> str:
-    given = {word.partition("=")[0]: word for word in trial["base"].split()}
+    given, group = {word.partition("=")[0]: word for word in trial["base"].split()}, label.partition("=")[0]
     task = " ".join(word for key, word in given.items() if key in ("data", "task", "model", "optimizer", "adapter.rank"))
     beside = f" with {' '.join(label.split()[1:])}" if " " in label else ""
-    against = given.get(label.partition("=")[0], "without it") if base == "as it is" else base
+    against = given.get(group, {"loss": "loss=cross_entropy"}.get(group, "without it")) if base == "as it is" else base
     if row.get("worse_by") is None:
         return f"result on {task}: {row['reason'] or 'none'}"
     worse, low, high = row["worse_by"]
