@@ -186,6 +186,16 @@ def test_only_what_has_ended_well_or_for_good_is_kept(tmp_path: Path) -> None:
     assert again.ask(1) == []
 
 
+def test_a_job_that_is_killed_behind_its_result_has_the_results_code(tmp_path: Path) -> None:
+    """And not 247, which is -9 as a byte."""
+    sweep, _ = a_sweep(tmp_path / "s", ["epochs=1,2"])
+    ended(sweep.entries[0], "completed")
+    for entry, code in zip(sweep.entries, (0, 1), strict=True):
+        entry.close(-9, "the job's process was killed by signal 9")
+        assert entry.result is not None
+        assert entry.result.code == code
+
+
 def test_a_folder_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
     sweep, _ = a_sweep(tmp_path / "s", ["epochs=1,2"])
     for entry in sweep.entries:

@@ -190,7 +190,8 @@ class StoredJob:
         """Record the job's end: its exit code, if known, and its result; `error` and `status` where it wrote no result."""
         self.result = Result.read(self.run_dir)
         if self.result is not None:
-            self.result.code = self.result.code if code is None else code
+            # One that was killed after it had written its result has that one's.
+            self.result.code = self.result.code if code is None or code < 0 else code
             return
         self.result = Result(status=status, error=error, overrides=self.job.overrides, run_dir=self.run_dir)
         self.result.code = code if code is not None and code > 0 else FAILED

@@ -108,6 +108,17 @@ def test_a_variant_that_fails_otherwise_is_not_started_again(benchmark, monkeypa
     assert device.started == ["a", "b", "c"]
 
 
+def test_a_variant_that_was_killed_between_two_blocks_is_said(tmp_path):
+    """Its pipe is broken where the next block is asked for."""
+    ended, ours = SimpleNamespace(pid=0, exitcode=-9, join=lambda: None), multiprocessing.Pipe()
+    variant = Variant("a", None, tmp_path)
+    variant._process, variant._round_dir, (variant._connection, theirs) = ended, tmp_path, ours
+    variant._signal = lambda number: None
+    theirs.close()
+    with pytest.raises(VariantEnded, match="its process ended with code -9"):
+        variant.timed_block()
+
+
 def test_the_margin_counts_the_largest_variant_so_far_or_its_own(monkeypatch):
     live = [interleave.DeviceMemory(20, 60), interleave.DeviceMemory(30, 35)]
     assert not interleave.fits(None, live)

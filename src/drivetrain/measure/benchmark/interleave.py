@@ -313,8 +313,7 @@ class Variant:
     def timed_block(self) -> TimedBlock:
         """Run one timed block while all other variants are stopped. Raises VariantEnded."""
         self._signal(signal.SIGCONT)
-        self._connection.send(self.updates_per_block)
-        block: TimedBlock = self._receive()
+        block: TimedBlock = self._receive(self.updates_per_block)
         self._signal(signal.SIGSTOP)
         return block
 
@@ -330,8 +329,10 @@ class Variant:
             self._process.join()
             self._process = None
 
-    def _receive(self) -> Any:
+    def _receive(self, question: int | None = None) -> Any:
         try:
+            if question is not None:
+                self._connection.send(question)
             if not self._connection.poll(TIMEOUT_S):
                 raise VariantEnded(f"it did not answer for {TIMEOUT_S:.0f} s")
             return self._connection.recv()
