@@ -283,6 +283,21 @@ def test_an_image_that_is_not_there_is_named(tmp_path):
         asked(LabelsCsv(path=path, test=path, target="y")).load(CPU)
 
 
+def test_an_id_is_left_out_unless_it_is_named_and_areas_are_numbers(tmp_path):
+    rows = [f"{n};u{n};{20 + n % 9}.5 m²;{n % 4};{'ab'[n % 2]}" for n in range(40)]
+    (tmp_path / "t.csv").write_text("\n".join(["id;user_id;area;shop_id;kind", *rows]), encoding="utf-8")
+    said = {}
+    for columns in (None, ["*", "id"]):
+        data = Tabular(path=str(tmp_path / "t.csv"), target="kind", columns=columns).load(torch.device("cpu"))
+        said[str(columns)] = data.inputs, data.shape
+    inputs, shape = said["None"]
+    assert inputs.startswith(
+        "inputs: 2 numbers (area, shop_id); id left out (an id: it is different in every row; data.columns=['*',id]"
+    )
+    assert shape == (2,)
+    assert said["['*', 'id']"][0].startswith("inputs: 3 numbers (id, area, shop_id); user_id left out")
+
+
 def test_several_outputs_for_each_number_have_its_units():
     """As a quantile loss wants them: those of the first number first."""
     units = Units(torch.tensor([0.0, 100.0]), torch.tensor([1.0, 10.0]))

@@ -233,6 +233,7 @@ def points(losses: list[float], every: int = 10, name: str = "loss") -> Points:
     [
         ([2.0, 1.0, 0.5, 0.2], [1.5, 0.9, 1.0, 1.3], "overfitted since update 20: the validation loss rose from 0.9 to 1.3, and"),
         ([2.0, 1.0, 0.5, 0.2], [1.5, 0.9, 0.9, 0.92], None),  # no more than noise
+        ([2.0, 1.0, 1e-4, 1e-5], [1.5, 0.9, 1e-5, 2e-5], None),  # nothing is left to lose
         ([2.0, 1.0, 1.5, 1.6], [1.5, 0.9, 1.0, 1.3], None),  # both rise: that is no overfitting
         ([2.0, 1.0, 0.5, 0.2], [1.5, 1.0, 0.8, 0.5], "still improving: the validation loss fell from 0.8 to 0.5"),
         ([2.0, 1.0, 0.5, 0.2], [1.5, 0.6, 0.51, 0.5], None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from typing import Any, Literal, get_args
@@ -50,6 +50,7 @@ MAX_CATEGORIES = 1000  # of one column; more are texts or numbers of rows, not c
 NO_VALUE = "(missing)"  # the category of a missing text
 NEARLY_ALL = 0.9
 SHOWN, FIRST_ROWS = 3, 100  # values of a column that are named, and rows that give the examples
+ID = re.compile(r"(?i)(.*[_ ])?(id|uuid|guid)|index|row(_?id)?")  # names of columns that may number the rows
 FEW_ROWS = 20  # too few to say that something looks wrong
 NUMBER = "number"
 BOOLEAN = "boolean"
@@ -269,6 +270,14 @@ class TableSchema:
             column.encode(rows.columns[column.name], encoded[:, first : first + column.outputs])
             first += column.outputs
         return torch.from_numpy(encoded)
+
+    def leave_out_ids(self, cells: Cells, named: Collection[str]) -> None:
+        """Take out the inputs that number the rows: called an id, different in every row, and not `named` by the user."""
+        for name in [name for name in self.inputs if name not in named and ID.fullmatch(name)]:
+            values = cells.columns[name]
+            if len(self.inputs) > 1 and len(values) >= FEW_ROWS and len(np.unique(words_of(values).codes)) == len(values):
+                self.inputs.remove(name)
+                self.left_out[name] = f"an id: it is different in every row; data.columns=['*',{name}] keeps it"
 
     def described_row(self, encoded: np.ndarray) -> dict[str, str]:
         """Return the inputs as text that `encode` made numbers (d,) of: a missing number is the mean."""

@@ -12,6 +12,7 @@ from drivetrain.run.result import Result
 FEWEST = 4  # evaluations that make a curve
 LEARNT = 0.99  # times the first training loss, which one that has learnt is below
 GROWN = 1.05  # times its least value: a loss on other data that has grown so much
+SOLVED = 1e-3  # times the first training loss: what is below has nothing left to lose
 LATE, FELL = 0.25, 0.05  # a loss that fell by this share within the last part of the run, of this length
 WIDE = 0.1  # an interval of a share
 
@@ -32,7 +33,7 @@ def of_curves(train: Points, evaluated: Points, name: str = "loss", kept_best: b
     if len(found) < FEWEST or least > LEARNT * seen[0][1]:
         return
     before = [loss for update, loss in seen if update <= least_at]
-    if last > GROWN * least and before and seen[-1][1] < before[-1]:
+    if last > GROWN * least and last > SOLVED * seen[0][1] and before and seen[-1][1] < before[-1]:
         yield (
             f"overfitted since update {least_at:,}: the {of_set} rose from {least:.4g} to {last:.4g}, and the training loss fell "
             f"from {before[-1]:.4g} to {seen[-1][1]:.4g}: {'' if kept_best else 'stop=early or saving=best keeps the best, and '}"
