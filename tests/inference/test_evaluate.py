@@ -397,6 +397,20 @@ def test_folders_of_some_classes_have_the_runs_numbers(finished, tmp_path):
         evaluate(result.run_dir, [f"data.root={tmp_path / 'more'}"])
 
 
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_longer_run_on_other_samples_says_so(changed, tmp_path, caplog):
+    def table(factor: int) -> None:
+        (tmp_path / "t.csv").write_text("x,kind\n" + "".join(f"{factor * i % 17},{'ab'[i % 2]}\n" for i in range(60)))
+
+    table(1)
+    words = ("model=mlp", "model.hidden=[4]", "data=tabular", "data.path=t.csv", "data.target=kind", "batch.global_batch=12")
+    result = drivetrain.train([*words, "epochs=1", "output_dir=out"])
+    table(3 if changed else 1)
+    assert drivetrain.train([f"resume={result.run_dir}", "epochs=2"]).status == "completed"
+    said = "the training data has changed since the run was trained on it: it goes on with other samples"
+    assert (said in caplog.messages) == changed
+
+
 @pytest.mark.parametrize("change", slow.but("renamed".__eq__, ["renamed", "added", "removed"]))
 def test_a_folder_whose_classes_changed_since_training_is_refused(change, tmp_path):
     """Class 1 would be another one in silence: b was it, and c is. Whoever knows better says so."""

@@ -75,6 +75,7 @@ class Job:
     machine_local_keys: set[str]
     run_dir: Path | None = None  # of a run that is resumed
     checkpoint: Path | None = None
+    trained_on: JsonObject | None = None  # the fingerprint of its training set, where it had ended before
     notices: list[str] = field(default_factory=list)  # what the user should know when the job starts
     told: bool = False  # a run with another seed has said what the user should know
     shared: Recipe | None = None  # the recipe that was named, whose hash is checked when the job starts

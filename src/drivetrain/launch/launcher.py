@@ -170,7 +170,9 @@ def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool, stop: StopFla
         with space.reserved(run_dir):
             job.write_files(run_dir)
     _tell_parent(run_dir)
-    (run_dir / "result.json").unlink(missing_ok=True)  # that of the part before a resume
+    if (before := Result.read(run_dir)) is not None:  # that of the part before a resume
+        job.trained_on = before.data
+    (run_dir / "result.json").unlink(missing_ok=True)
     with logs.to_file(run_dir / "log.txt"):
         _announce(job, quiet)
         with stop:  # from now on a signal is an interruption, with a result

@@ -387,6 +387,15 @@ def _report(lines: list[str], world: World, run_dir: Path) -> None:
         files.write_text(run_dir / "debug.txt", "".join(line + "\n" for line in lines))
 
 
+def _warn_of_other_data(before: JsonObject | None, trainer: Trainer) -> None:
+    """Warn where the training set is not the one whose fingerprint a finished run has kept."""
+    from drivetrain.data.base import fingerprint
+
+    now = fingerprint(trainer.train_data.source) if before else None
+    if before and now and now["hash"] != before.get("hash"):
+        logger.warning("the training data has changed since the run was trained on it: it goes on with other samples")
+
+
 def _build(job: Job, context: RunContext, writers: list[RunWriter], quiet: bool) -> StagedRun:
     """This rank's run, restored where the job has a checkpoint. On rank 0 the loggers start and go into `writers`."""
     from drivetrain.engine import summary
@@ -400,6 +409,8 @@ def _build(job: Job, context: RunContext, writers: list[RunWriter], quiet: bool)
         own = staged.trainer.parallel.broadcast_object(manifest.about(checkpoint) if context.world.rank == 0 else {})
         if not context.run.values["resume_changed"]:
             manifest.check_classes(own, staged.trainer.writer.about)
+        if context.world.rank == 0 and not job.run.stages:
+            _warn_of_other_data(job.trained_on, staged.trainer)
         rate = restore(staged, checkpoint)
         if jump := rate_jump(staged.trainer, rate):
             logger.warning("%s", jump)
