@@ -108,14 +108,14 @@ class Case(NamedTuple):
     words: tuple[str, ...]
 
 
-def cases() -> Iterator[Case]:
-    """50 bad samples, 20 layers that break, and 20 rates that are too high."""
-    for n in range(50):
+def cases(first: int) -> Iterator[Case]:
+    """50 bad samples, 20 layers that break, 20 rates that are too high and 20 healthy runs, with seeds from `first` on."""
+    for n in range(first, first + 50):
         bad = ("pixels", "label", "huge", "empty")[n % 4]
         task = "texts" if bad == "empty" else TASKS[n // 4 % 3] if bad == "label" else TASKS[n // 4 % 2]
         row = 37 * n % TRAIN
         yield Case(bad, "sample", f"row {row}", (*_words(task, n), f"data.kwargs.bad={bad}", f"data.kwargs.row={row}"))
-    for n in range(20):
+    for n in range(first, first + 20):
         fault, sgd = ("dead", "scaled", "log", "overflow", "backward")[n % 5], ("optimizer=sgd", "optimizer.lr=0.1")
         yield Case(
             fault,
@@ -123,7 +123,8 @@ def cases() -> Iterator[Case]:
             "middle",
             (*_words(TASKS[n % 3], n), f"model.kwargs.fault={fault}", *(sgd if n % 2 or n % 5 == 4 else ())),
         )
-    for n in range(20):
+    for n in range(first, first + 20):
+        yield Case("healthy", "none", "", _words(TASKS[n % 3], n))
         rate = (
             "optimizer=adamw optimizer.lr=3",
             "optimizer=sgd optimizer.lr=30",
@@ -161,8 +162,10 @@ def main() -> None:
     """Examine all cases, one process each, and write the shares."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="faults of this kind or name")
-    only, found, shares = parser.parse_args().only, [], {}
-    for case in (case for case in cases() if only in ("", case.fault, case.kind)):
+    parser.add_argument("--first", type=int, default=1000, help="the first seed: those from 0 on chose the thresholds")
+    given, found, shares = parser.parse_args(), [], {}
+    only = given.only
+    for case in (case for case in cases(given.first) if only in ("", case.fault, case.kind)):
         with tempfile.TemporaryDirectory() as folder:
             row = answer_of(lambda answer, case=case, place=Path(folder): answer(examined(case, place)), case.fault)
         print(
@@ -177,7 +180,7 @@ def main() -> None:
         shares[name] = {"of": len(of), **count, "interval": interval(count["right"] / len(of), len(of))}
         print(name, shares[name])
     if not only:
-        write(RESULTS / "replays-cpu.json", {"machine": machine(), "shares": shares, "runs": found})
+        write(RESULTS / "replays-cpu.json", {"machine": machine(), "first_seed": given.first, "shares": shares, "runs": found})
 
 
 if __name__ == "__main__":

@@ -351,7 +351,7 @@ def test_only_what_reports_reads_the_figures_of_the_test_set():
     """Whatever selects asks Result.judged, or the records of the judging set."""
     reports = {
         "run/result.py", "ui/terminal.py", "launch/worker.py", "inference/evaluation.py", "engine/evaluator.py",
-        "ui/plots.py", "engine/summary.py", "ui/pages/runs.py", "run/remarks.py", "inference/card.py",
+        "ui/plots.py", "engine/summary.py", "ui/pages/runs.py", "run/remarks.py", "inference/card.py", "launch/judgement.py",
         "data/base.py", "data/own.py", "data/mix.py",  # which make the sets
     }  # fmt: skip
     root = Path(drivetrain.__file__).parent

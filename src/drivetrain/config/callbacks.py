@@ -42,7 +42,7 @@ def problems(run: RunSpec) -> Iterator[str]:
             continue
         if made.needs_model and run.parallel.lockstep_evaluation:
             yield (
-                f"callbacks=[{name}] needs the whole model, and each rank holds only a part with {run.named('parallel')}: "
+                f"callbacks=[{name}] needs the model, and each rank holds only a part of it with {run.named('parallel')}: "
                 "set needs_model = False in the class, or parallel=ddp"
             )
 
