@@ -160,11 +160,7 @@ class Ddp(Owners):
         step = self._reducing(step, context)
         if not self.shard_optimizer:
             return step
-        owned: list[list[torch.Tensor]] = [[] for _ in range(self.world.size)]
-        for name, p in context.model.named_parameters():
-            if p.requires_grad:
-                owned[self._owner[name]].append(p.detach())
-        return OwnersStep(step, owned, int(self.bucket_mb * 2**20))
+        return OwnersStep(step, [(p, self._owner[name]) for name, p in context.model.named_parameters() if p.requires_grad])
 
     def _reducing(self, step: Step, context: BuildContext) -> Step:
         if self._wrapped is not None:

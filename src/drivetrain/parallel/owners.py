@@ -12,7 +12,7 @@ from drivetrain.core.options.option import RunSpec
 from drivetrain.core.step.modules import replace_parameters
 from drivetrain.core.step.step import Made, WrappingStep
 from drivetrain.core.typed import StateDict
-from drivetrain.parallel.process_group import ProcessGroupStrategy
+from drivetrain.parallel.process_group import ProcessGroupStrategy, memory_of
 
 
 @dataclass(kw_only=True, eq=False)
@@ -119,14 +119,13 @@ class Owners(ProcessGroupStrategy):
 
 @dataclass(eq=False)
 class OwnersStep(WrappingStep):
-    """Sends each rank's weights to the others after an update; those of a skipped one are as they were."""
+    """Sends each weight from its owner to the other ranks after an update, in place; those of a skipped one are as they were."""
 
-    weights: Sequence[list[torch.Tensor]]  # of each rank
-    bucket_bytes: int
+    owners: Sequence[tuple[torch.nn.Parameter, int]]  # each weight, and the rank that updates it
 
     def update(self) -> Made:
         made = self.inner.update()
-        world = torch.distributed.distributed_c10d._get_default_group()
-        for rank, owned in enumerate(self.weights):
-            torch.distributed._broadcast_coalesced(world, owned, self.bucket_bytes, rank)
+        sent = [torch.distributed.broadcast(memory_of(p.detach()), rank, async_op=True) for p, rank in self.owners]
+        for work in sent:
+            work.wait()  # type: ignore[union-attr]  # each rank is in the group
         return made

@@ -311,7 +311,7 @@ class ProcessGroupStrategy(Parallel):
 
         def receive(layout: torch.Tensor, rank: int) -> torch.Tensor:
             tensor = torch.empty_like(layout, device="cpu")
-            torch.distributed.recv(_memory(tensor), rank, group=self._control)
+            torch.distributed.recv(memory_of(tensor), rank, group=self._control)
             return tensor
 
         others = [map_tensors(functools.partial(receive, rank=rank), sent) for rank, sent in enumerate(values) if rank]
@@ -327,7 +327,7 @@ class ProcessGroupStrategy(Parallel):
 
         def receive(layout: torch.Tensor) -> torch.Tensor:
             tensor = torch.empty_like(layout, device="cpu")
-            torch.distributed.broadcast(_memory(tensor), src=0, group=self._control)
+            torch.distributed.broadcast(memory_of(tensor), src=0, group=self._control)
             return tensor
 
         return map_tensors(receive, values[0])  # type: ignore[no-any-return]
@@ -347,9 +347,9 @@ def _layout(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sent(tensor: torch.Tensor) -> torch.Tensor:
-    return _memory(torch.empty_like(tensor, device="cpu", requires_grad=False).copy_(tensor.detach()))
+    return memory_of(torch.empty_like(tensor, device="cpu", requires_grad=False).copy_(tensor.detach()))
 
 
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a tensor without gaps as a vector: gloo sends no other strides."""
     return tensor.as_strided((tensor.numel(),), (1,))
