@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import hashlib
 import json
 import multiprocessing
@@ -16,6 +17,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from drivetrain.core.machine import files
 from drivetrain.launch.job import prepare
 from drivetrain.logger.files import as_rows
 from drivetrain.recipe import write
@@ -303,6 +305,17 @@ def test_a_run_with_awkward_paths(tmp_path: Path) -> None:
     ended = train(f"resume={run_dir}", "updates=3", cwd=tmp_path)
     assert ended.code == 0, ended
     assert result(run_dir)["updates"] == 3
+
+
+def test_a_full_disk_is_told_with_the_file_that_it_has_no_room_for(tmp_path, monkeypatch):
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as refused:
+        files.write_text(tmp_path / "out.csv", "a")
+    assert refused.value.filename == str(tmp_path / "out.csv")
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_temporary_folders_of_killed_runs_go_with_the_next_run(tmp_path, monkeypatch):

@@ -148,7 +148,9 @@ def write_bytes(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:  # a full disk
+    except BaseException as error:  # a full disk, whose error names no file
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(path)
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
