@@ -85,7 +85,8 @@ def measure(pairs: int, jobs: int) -> dict[str, Any]:
         name: {
             **{key: harness.spread([run[key] for run in of]) for key in of[0]},
             "blocks": of,
-            "to_import_torch": harness.against([run.get("ready", run["wall"]) for run in of], base)["difference"],
+            # A further job is a difference of times, which noise may make negative: it has no ratio.
+            "to_import_torch": harness.interval([run.get("ready", run["wall"]) - b for run, b in zip(of, base, strict=True)]),
         }
         for name, of in runs.items()
     }
