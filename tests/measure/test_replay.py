@@ -99,8 +99,8 @@ def test_it_begins_at_a_checkpoint_and_computes_the_same_bits(run):
 def test_another_run_is_told(run):
     found = replayed(run, "optimizer.lr=0.5", update=47, back=4)
     assert len(found.other) == 4, "of the first the weights were the same"
-    assert "explains another run" in replay.sheet(found).sections[0].text
-    assert replay.sheet(found).answer.startswith("update 47 of another run: ")
+    assert "explains another run" in replay.sheet_of(found).sections[0].text
+    assert replay.sheet_of(found).answer.startswith("update 47 of another run: ")
 
 
 def test_what_cannot_be_replayed_is_refused(run, capsys):

@@ -49,9 +49,9 @@ from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 from drivetrain.saving.options import Saving
 from drivetrain.saving.writer import Writer
+from drivetrain.ui import sheet
 from drivetrain.ui.pages import charts
 from drivetrain.ui.progress import Steps
-from drivetrain.ui.sheet import Section, Sheet, Table, under, words
 
 SHOWN, CHARACTERS, NUMBERS = 12, 80, 16  # samples and layers in the terminal; of a text; of a target
 MOST = 64  # samples of a micro-batch whose gradients are taken: those with the largest losses
@@ -334,7 +334,7 @@ def _figure(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}" if math.isfinite(value) else "not finite"
 
 
-def sheet(found: Found) -> Sheet:
+def sheet_of(found: Found) -> sheet.Sheet:
     """What happened at the update: how exactly it was made again, the samples, the layers, the cause."""
     came = f"trained again from {f'the checkpoint of update {found.start:,}' if found.start else 'the start'}"
     said = f"all {len(found.same):,} recorded losses since are the run's own, bit for bit"
@@ -348,7 +348,7 @@ def sheet(found: Found) -> Sheet:
         figures = (s.input or None, s.loss, s.gradient, s.earlier if found.earlier < found.update else None)
         rows.append([s.name, s.target, s.text, *map(_figure, figures)])
     header = ["sample", "is", "text", "largest value", "loss", "gradient", f"at update {found.earlier:,}"]
-    samples = Table(header, rows, "samples", ("sample", "text"), spare=("text", "is", "largest value"), most=SHOWN).used()
+    samples = sheet.Table(header, rows, "samples", ("sample", "text"), spare=("text", "is", "largest value"), most=SHOWN).used()
     sizes = sorted(ranges(found.history, found.update), key=lambda each: -each.times)
     of_layers = [
         [
@@ -359,19 +359,19 @@ def sheet(found: Found) -> Sheet:
         ]
         for r in sizes
     ]
-    layers = Table(["what", "size", "in the updates before", "times beyond"], of_layers, "layers", most=SHOWN)
+    layers = sheet.Table(["what", "size", "in the updates before", "times beyond"], of_layers, "layers", most=SHOWN)
     tiles = [
         charts.tile(s.picture, s.name, s.target, f"loss {_figure(s.loss)}", "") for s in found.samples if s.picture is not None
     ]
-    sections: list[Section] = [
-        words(f"{came}: {said}"),
-        *under(f"The samples of update {found.update:,}, the worst first", samples),
+    sections: list[sheet.Section] = [
+        sheet.words(f"{came}: {said}"),
+        *sheet.under(f"The samples of update {found.update:,}, the worst first", samples),
     ]
     sections += [charts.tiles(tiles)] if tiles else []
-    sections += under(f"The layers in update {found.update:,}, what is furthest beyond its range first", layers)
-    sections += [words(*(f"not looked into: {line}" for line in found.unseen))]
+    sections += sheet.under(f"The layers in update {found.update:,}, what is furthest beyond its range first", layers)
+    sections += [sheet.words(*(f"not looked into: {line}" for line in found.unseen))]
     of = " of another run" if found.other else ""
-    return Sheet("What happened? – drivetrain replay", f"update {found.update:,}{of}: {cause(found).said}", sections)
+    return sheet.Sheet("What happened? – drivetrain replay", f"update {found.update:,}{of}: {cause(found).said}", sections)
 
 
 def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
@@ -390,5 +390,5 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
         "same": found.same,
         "other": found.other,
     }
-    verbs.leave(job, "replay", shown := sheet(found), ["replay", *argv], {**about, **shown.as_dict()})
+    verbs.leave(job, "replay", shown := sheet_of(found), ["replay", *argv], {**about, **shown.as_dict()})
     return DONE
