@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import leftovers
+from tests.support import fork_server, leftovers
 from tests.support.waiting import until
 
 STARTS = """
@@ -22,7 +22,8 @@ time.sleep(999)
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux has pidfd_open")
-def test_what_is_started_dies_with_the_process_that_is_killed() -> None:
+def test_what_is_started_dies_with_the_process_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server.Popen, "forking", False)  # a forked one has the environment of the tests' server
     env = {name: value for name, value in os.environ.items() if name != leftovers.MARK}
     suite = subprocess.Popen(
         [sys.executable, "-c", STARTS], cwd=Path(__file__).parents[1], env=env, stdout=subprocess.PIPE, text=True
