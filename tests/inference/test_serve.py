@@ -1,0 +1,61 @@
+"""A text model is served without drivetrain: as ONNX, of texts of any length, and as a folder of transformers."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import drivetrain
+from drivetrain.cli import main
+from tests.support.command import ROOT
+
+TEXTS = [(f"{'good' if n % 2 else 'bad'} film {n} " * (1 + n % 4), "pos" if n % 2 else "neg") for n in range(60)]
+SMALL = [f"model.config.{key}={value}" for key, value in (
+    ("hidden_size", 16), ("num_hidden_layers", 1), ("num_attention_heads", 2), ("intermediate_size", 32),
+)]  # fmt: skip
+SHORT = ["logger=[]", "runtime.device=cpu", "batch.global_batch=8", "data=jsonl", "data.length=64", "model=transformers", *SMALL]
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("texts.jsonl").write_text("\n".join(json.dumps({"text": text, "label": label}) for text, label in TEXTS))
+    return "data.path=texts.jsonl"
+
+
+def test_a_classifier_of_texts_answers_alike_in_onnxruntime_and_transformers(texts: str, monkeypatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    run = drivetrain.train([*SHORT, texts, "task=text_classification", "data.label=label", "model.name=bert", "updates=30"])
+    for file in ("model.onnx", "folder"):
+        assert main.main(["export", str(run.run_dir), file, *(["--format", "transformers"] if file == "folder" else [])]) == 0
+    asked = ["good film 3", "bad film 4 bad film 4 bad film 4", "a good film"]
+    monkeypatch.setattr(sys, "argv", ["server.py", "model.onnx", "8000"])
+    server = runpy.run_path(str(ROOT / "examples/serve/server.py"))
+    answers = server["answer"](asked)
+    assert answers == [server["answer"]([text])[0] for text in asked], "padding is masked"
+    network = transformers.AutoModelForSequenceClassification.from_pretrained("folder").eval()
+    for text, label in zip(asked, answers, strict=True):
+        tokens = torch.tensor([[byte + 1 for byte in text.encode()]])
+        best = int(network(tokens, attention_mask=torch.ones_like(tokens)).logits.argmax())
+        assert server["about"]["classes"][best] == label
+
+
+def test_a_model_of_packed_texts_is_exported_for_texts_of_any_length(texts: str) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    words = [*SHORT, texts, "task=language_modelling", "model.name=llama", "model.config.num_key_value_heads=2", "updates=2"]
+    run = drivetrain.train([*words, "data.packing=true"])
+    assert main.main(["export", str(run.run_dir), "model.onnx"]) == 0
+    session = onnxruntime.InferenceSession("model.onnx")
+    model = drivetrain.load(run.run_dir, ["runtime.device=cpu"]).model
+    for length in (3, 17):
+        tokens = torch.randint(256, (2, length), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            expected = model(tokens)
+        torch.testing.assert_close(
+            torch.from_numpy(session.run(None, {"input": tokens.numpy()})[0]), expected, rtol=1e-4, atol=1e-5
+        )
