@@ -172,7 +172,7 @@ def _example(loaded: LoadedRun) -> Tree:
     return example["input_ids"] if isinstance(example, dict) and getattr(loaded.run.data, "packing", False) else example
 
 
-def _axes(example: torch.Tensor) -> dict[int, Any]:
+def _axes(example: torch.Tensor) -> dict[int, object]:
     """The axes that may be of another size: that of samples, and a text's length where the model takes any."""
     texts = not example.is_floating_point() and example.ndim == 2
     return {0: torch.export.Dim("batch", min=1), **({1: torch.export.Dim.AUTO} if texts else {})}
