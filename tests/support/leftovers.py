@@ -11,7 +11,7 @@ MARK = "STARTED_BY_TESTS"  # in the environment of all that the tests start
 KILLER = """
 import os, select, signal, sys
 mark = sys.argv[2].encode()
-select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
+select.select([int(sys.argv[1])], [], [])
 for name in filter(str.isdigit, os.listdir("/proc")):
     try:
         with open(f"/proc/{name}/environ", "rb") as file:
@@ -28,4 +28,6 @@ def end_with_pytest() -> None:
         return
     os.environ[MARK] = f"{os.getpid()}-{time.time_ns()}"
     mark = f"{MARK}={os.environ[MARK]}"
-    subprocess.Popen([sys.executable, "-S", "-c", KILLER, str(os.getpid()), mark], start_new_session=True)
+    this = os.pidfd_open(os.getpid())  # opened here: the killer may begin after this process has ended
+    subprocess.Popen([sys.executable, "-S", "-c", KILLER, str(this), mark], start_new_session=True, pass_fds=[this])
+    os.close(this)

@@ -227,7 +227,7 @@ def _instead_of(group: str, name: str, known: Sequence[str], by_operator: bool) 
         hints.append(f"for a timm {group}: {group}=timm {group}.name={name}")
     if package and "own" in known and by_operator:
         hints.append(f"a class of your own is {group}=own {group}.target={name} 'trust=[{package.partition('.')[0]}]'")
-    elif package:  # a class, such as torch.optim.Adam
+    elif package and not hint.startswith("use "):  # a class, such as torch.optim.Adam
         hint = did_you_mean(last.lower(), known)
     return "; ".join([*hints, hint])
 
