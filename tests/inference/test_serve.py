@@ -45,6 +45,44 @@ def test_a_classifier_of_texts_answers_alike_in_onnxruntime_and_transformers(tex
         assert server["about"]["classes"][best] == label
 
 
+FIXED = """
+import torch
+X = torch.randint(9, (48, 6), generator=torch.Generator().manual_seed(0))
+
+
+class Codes(torch.utils.data.Dataset):
+    num_classes = 9
+
+    def __init__(self, split):
+        pass
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, n):
+        return X[n], X[n, 0]
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(9, 4), torch.nn.Linear(24, 9)
+
+    def forward(self, x):
+        return self.head(self.table(x).flatten(1))
+"""
+
+
+@pytest.mark.parametrize("file", ["model.onnx", "model.pt2"])
+def test_codes_of_a_fixed_number_are_no_texts(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("codes_of_tests.py").write_text(FIXED)
+    own = ["data=own", "data.target=codes_of_tests.Codes", "model=own", "model.target=codes_of_tests.Net", "updates=2"]
+    run = drivetrain.train([*own, "trust=[codes_of_tests]", "batch.global_batch=8", "logger=[]", "runtime.device=cpu"])
+    assert main.main(["export", str(run.run_dir), file]) == 0
+
+
 def test_a_model_of_packed_texts_is_exported_for_texts_of_any_length(texts: str) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     words = [*SHORT, texts, "task=language_modelling", "model.name=llama", "model.config.num_key_value_heads=2", "updates=2"]

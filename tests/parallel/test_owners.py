@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.launch import worker
+from drivetrain.launch.job import prepare
 from drivetrain.measure.rehearse import flat
 from drivetrain.saving import checkpoint_io
 from tests.parallel.test_whole_layers import stay_together
@@ -168,6 +169,11 @@ def test_phases_share_their_own_weights(ranks, make):
 def test_what_cannot_share_its_states_is_refused(problems, words, why):
     found = problems("parallel=ddp", "parallel.nproc=2", "runtime.device=cpu", SHARED, *words)
     assert any(why in problem and "set " in problem for problem in found)
+
+
+def test_one_rank_shares_nothing_and_says_so():
+    run = prepare(["parallel=ddp", "parallel.nproc=1", "runtime.device=cpu", SHARED]).run
+    assert "parallel.shard_optimizer=true shares nothing: there is one rank" in [*run.parallel.advise(run)]
 
 
 def test_more_ranks_than_weights_are_refused(ranks, make):

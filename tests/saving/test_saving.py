@@ -20,6 +20,7 @@ import torch
 import drivetrain
 from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.core.options.horizon import Progress
+from drivetrain.launch.job import prepare
 from drivetrain.launch.worker import AVERAGED
 from drivetrain.logger.files import Files
 from drivetrain.parallel import Parallel
@@ -79,6 +80,9 @@ def test_what_cannot_be_is_refused(problems):
     assert any("saving=best picks by evaluations" in p for p in problems("saving=best", "evaluate_every=20", "epochs=10"))
     for word in ("saving.keep=0", "saving.every_updates=0", "saving.every_minutes=0"):
         assert any(p.startswith(word) for p in problems(word))
+    assert problems("saving=last", "saving.keep=2", "saving.keep_recent=2")[0].startswith("saving.keep_recent=2 has no effect")
+    for words in (["saving=last", "saving.keep=2", "saving.keep_recent=3"], ["saving=best", "saving.keep_recent=2"]):
+        prepare(words)
 
 
 @pytest.mark.parametrize("option", ["last", "best"])

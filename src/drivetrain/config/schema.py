@@ -118,6 +118,8 @@ def _reason(errors: Iterable[Any], nullable: bool) -> str:
     for error in errors:
         limit = next((f"must be {_LIMITS[k]} {v}" for k, v in error.get("ctx", {}).items() if k in _LIMITS), None)
         reason = _REASONS.get(error["type"])
+        if error["type"] == "too_long":
+            reason = f"must be a list of at most {error['ctx']['max_length']}"
         if error["type"] == "literal_error":
             expected = error["ctx"]["expected"]
             reason = f"must be {'one of ' if ',' in expected or ' or ' in expected else ''}{expected}"

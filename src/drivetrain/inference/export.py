@@ -35,6 +35,7 @@ from drivetrain.ui.output import writing
 SUFFIX = {"safetensors": ".safetensors", "torch.export": ".pt2", "onnx": ".onnx", "torchscript": ".ts", "transformers": ""}
 TOLERANCE = 1e-5  # of the largest output
 LARGE = 1_500_000_000  # bytes: an ONNX file of more than 2 GB keeps its weights in a file beside it
+Axes = dict[int, object]
 Run = Callable[[Tree], torch.Tensor]
 
 
@@ -123,7 +124,7 @@ def _write_program(loaded: LoadedRun, path: Path, kind: str, with_normalize: boo
     }[kind]
     with _atomic(path) as temporary, torch.no_grad():
         try:
-            write(program, example.contiguous(), temporary, manifest.as_metadata(about))
+            write(program, example.contiguous(), _axes(loaded), temporary, manifest.as_metadata(about))
         except (UserError, OSError):
             raise
         except Exception as error:  # an exporter refuses what it cannot express, in its own words
@@ -141,17 +142,16 @@ def _compared(ours: Run, theirs: Run, loaded: LoadedRun, path: Path, instead: st
     Raises UserError where they differ.
     """
     example, generator, worst, fixed = _example(loaded), torch.Generator().manual_seed(0), 0.0, ""
-    half = (5, 0.5) if isinstance(example, torch.Tensor) and 1 in _axes(example) else (5, 1.0)
+    half = (5, 0.5 if loaded.transforms.tokens else 1.0)
     for size, share in ((1, 1.0), half):
         x = example
         if isinstance(example, torch.Tensor):
             shape = (size, *(math.ceil(share * n) for n in example.shape[1:]))
             numbers, is_float = loaded.about["vocabulary"] or loaded.about["outputs"], example.is_floating_point()
             x = torch.randn(shape, generator=generator) if is_float else torch.randint(numbers, shape, generator=generator)
-        expected = ours(x)
         try:
-            found = theirs(x)
-        except Exception:  # each runtime refuses a length in its own words
+            expected, found = ours(x), theirs(x)
+        except Exception:  # a network, and each runtime, refuses a length in its own words
             if share == 1:
                 raise
             fixed = f", for texts of {example.shape[1]} tokens alone"
@@ -172,10 +172,9 @@ def _example(loaded: LoadedRun) -> Tree:
     return example["input_ids"] if isinstance(example, dict) and getattr(loaded.run.data, "packing", False) else example
 
 
-def _axes(example: torch.Tensor) -> dict[int, object]:
+def _axes(loaded: LoadedRun) -> Axes:
     """The axes that may be of another size: that of samples, and a text's length where the model takes any."""
-    texts = not example.is_floating_point() and example.ndim == 2
-    return {0: torch.export.Dim("batch", min=1), **({1: torch.export.Dim.AUTO} if texts else {})}
+    return {0: torch.export.Dim("batch", min=1), **({1: torch.export.Dim.AUTO} if loaded.transforms.tokens else {})}
 
 
 class _Normalized(torch.nn.Module):
@@ -226,8 +225,10 @@ def _without_messages() -> Iterator[None]:
         logging.disable(before)
 
 
-def _write_exported_program(model: torch.nn.Module, example: torch.Tensor, path: Path, about: Mapping[str, str]) -> None:
-    program = torch.export.export(model, (example,), dynamic_shapes=(_axes(example),))
+def _write_exported_program(
+    model: torch.nn.Module, example: torch.Tensor, axes: Axes, path: Path, about: Mapping[str, str]
+) -> None:
+    program = torch.export.export(model, (example,), dynamic_shapes=(axes,))
     written = io.BytesIO()  # a disk that is full ends the process within torch's own writer
     torch.export.save(program, written, extra_files=dict(about))
     path.write_bytes(written.getbuffer())
@@ -238,7 +239,7 @@ def _read_exported_program(path: Path) -> Run:
         return torch.export.load(file).module()
 
 
-def _write_torchscript(model: torch.nn.Module, example: torch.Tensor, path: Path, about: Mapping[str, str]) -> None:
+def _write_torchscript(model: torch.nn.Module, example: torch.Tensor, axes: Axes, path: Path, about: Mapping[str, str]) -> None:
     traced = torch.jit.trace(model, example, check_trace=False)
     written = io.BytesIO()
     torch.jit.save(traced, written, _extra_files=dict(about))
@@ -250,7 +251,7 @@ def _read_torchscript(path: Path) -> Run:
     return program
 
 
-def _write_onnx(model: torch.nn.Module, example: torch.Tensor, path: Path, about: Mapping[str, str]) -> None:
+def _write_onnx(model: torch.nn.Module, example: torch.Tensor, axes: Axes, path: Path, about: Mapping[str, str]) -> None:
     missing = [package for package in ("onnx", "onnxscript") if find_spec(package) is None]
     if missing:
         raise UserError(f"--format onnx needs {' and '.join(missing)}: pip install 'drivetrain[onnx]'")
@@ -258,7 +259,7 @@ def _write_onnx(model: torch.nn.Module, example: torch.Tensor, path: Path, about
         model,
         (example,),
         dynamo=True,
-        dynamic_shapes=(_axes(example),),
+        dynamic_shapes=(axes,),
         input_names=["input"],
         output_names=["output"],
         verbose=False,

@@ -305,7 +305,8 @@ def _submitted(argv: Sequence[str], config_dirs: Sequence[str]) -> int:
     try:
         code: int = job.result()
     except Exception as error:  # submitit raises what the job raised, or its own errors
-        raise UserError(f"the job ended without an answer: {str(error).strip().splitlines()[-1]}") from None
+        told = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"the job ended without an answer: {told[-1]}") from None
     echo(job.stdout())
     return code
 

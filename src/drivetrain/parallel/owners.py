@@ -42,6 +42,11 @@ class Owners(ProcessGroupStrategy):
             if is_so:
                 yield f"{setting} and {run.named(group)} exclude each other ({why}): {remedy}"
 
+    def advise(self, run: RunSpec) -> Iterator[str]:
+        yield from super().advise(run)
+        if self.shard_optimizer and self.ranks() == 1:
+            yield "parallel.shard_optimizer=true shares nothing: there is one rank"
+
     @property
     def whole_updates(self) -> bool:  # type: ignore[override]
         return self.shard_optimizer

@@ -65,6 +65,14 @@ class Last(Saving):
         self.sharded, self.asynchronous, self.average_kept = sharded, asynchronous, average_kept
         self.keep_recent = keep_recent
 
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if self.keep_recent is not None and not self.best and self.keep_recent <= self.keep:
+            yield (
+                f"saving.keep_recent={self.keep_recent} has no effect: {run.named('saving')} keeps the newest "
+                f"keep={self.keep} already: leave it out"
+            )
+
     def restart(self, update: int) -> None:
         self._update, self._time = update, time.monotonic()
 
