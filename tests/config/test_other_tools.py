@@ -248,6 +248,23 @@ MISTYPED = {  # as new users typed them → the mend
     "augment=RandomHorizontalFlip": "flip_crop",
     "scheduler=get_cosine_schedule": "cosine",
     "n_splits=5": "data.folds",
+    # Sections of other tools, by what stands last in them.
+    "SOLVER.MAX_ITER=3000": "use updates",
+    "MODEL.WEIGHTS=a.pth": "'model.weights'",
+    "DATALOADER.NUM_WORKERS=4": "loader.num_workers",
+    "callbacks.early_stopping.patience=3": "use stop.patience",
+    "randomness.deterministic=true": "runtime.deterministic",
+    "model.backbone.frozen_stages=2": "model.freeze",
+    "default_hooks.checkpoint.save_best=auto": "saving=best",
+    # The option that the value is of, and the setting that a description is of.
+    "strategy=ddp_find_unused_parameters_true": "use parallel=ddp",
+    "criterion=BCEWithLogitsLoss": "use loss=bce",
+    "evaluations_in_row=3": "stop.patience",
+    "hybrid=1": "parallel.replicate",
+    "data.path=chats.jsonl": "data=jsonl",
+    "data=s3://bucket/train": "mounted",
+    "model=my_models.py:Net": "model.target=my_models.Net",
+    "wandb_run_naem=a": "logger=[wandb]",
 }
 
 

@@ -176,6 +176,18 @@ def measured() -> Mapping[str, str]:
     return read_json(file) if file.exists() else {}
 
 
+def described(config_dirs: Sequence[str] = ()) -> dict[str, str]:
+    """What to write for each option and setting → its name with its description."""
+    found = {key: f"{key} {text}" for key, text in root_keys().items()}
+    for group, files in option_files(config_dirs).items():
+        for name, file in files.items():
+            of = f"{group}.{name}" if group in LISTS else group
+            found[f"{group}=[{name}]" if group in LISTS else f"{group}={name}"] = f"{group} {name} {summary(file)}"
+            rows = (line.partition(":") for line in key_lines(file))
+            found |= {f"{of}.{key}": f"{of} {key} {text.partition('#')[2]}" for key, _, text in rows}
+    return found
+
+
 def target(file: Path) -> str:
     """The dotted name of an option's class."""
     return str(_TARGET.findall(file.read_text(encoding="utf-8"))[0])

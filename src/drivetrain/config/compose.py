@@ -207,6 +207,7 @@ def _as_typed(name: object) -> str:
 
 def _instead_of(group: str, name: str, known: Sequence[str], by_operator: bool) -> str:
     """The option to write instead of one that there is not."""
+    name = name.replace(".py:", ".")  # a file and a class in it
     known = [each for each in known if each != "none"] if group in LISTS else known  # [] is usual
     if name.lower() in known:  # SGD
         return f"did you mean '{name.lower()}'?"
@@ -234,6 +235,8 @@ def _instead_of(group: str, name: str, known: Sequence[str], by_operator: bool) 
 
 def _place(name: str) -> str | None:
     """The data option of a file or folder, with its setting; None where the name is of none."""
+    if "://" in name:
+        return "a folder or file of this machine: what is at an address is copied or mounted first"
     if Path(name).is_dir():
         return f"data=imagefolder data.root={name} (a folder of images, with a folder for each class)"
     return next((f"{option}={name}" for suffixes, option in OF_FILES.items() if name.lower().endswith(suffixes)), None)

@@ -9,8 +9,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from drivetrain.config.catalog import LISTS, SUMS, default_options, options, owners, root_config
-from drivetrain.config.other_tools import ELSEWHERE, SECTIONS, here, suggestion
+from drivetrain.config.catalog import LISTS, SUMS, default_options, described, options, owners, root_config
+from drivetrain.config.other_tools import ELSEWHERE, TYPED, by_description, here, is_known, suggestion
 from drivetrain.core.errors import did_you_mean, near_names
 from drivetrain.core.typed import JsonObject
 
@@ -92,7 +92,8 @@ class KeySetter:
                 inside, below = ".".join(parts[: depth + 1]), mapping.get(part)
                 if not isinstance(below, dict):
                     if below is not None and not of_mapping:
-                        return f"{key}={value}: {inside} is a value and has no '{parts[depth + 1]}'"
+                        hint = f": {self._of_section(parts, [*mapping])}" if not depth else ""
+                        return f"{key}={value}: {inside} is a value and has no '{parts[depth + 1]}'{hint}"
                     self.made.add(inside)
                     below = {}
                 mapping[part] = mapping = dict(below)
@@ -127,12 +128,13 @@ class KeySetter:
             place = f"{inside} of {group}=[{','.join(chosen)}]"
             having = [f"{group}.{name}.{part}" for name in chosen if name in self._having(group, part)]
             hint = f"set {' or '.join(having)}" if depth == 1 and having else did_you_mean(part, names)
-        elif part.lower().replace("_", "") in SECTIONS and rest and not depth:
-            hint = self._hint(part if here(key) else "", rest, names)
+        elif rest and not depth:
+            hint = self._of_section(parts, names)
         else:
-            hint = self._hint(inside, part, names)
-        if (group := hint.removeprefix("use ")) in known and str(value) in known[group]:
-            hint += f"={value}"
+            of_rest = next((end for end in parts[depth + 1 :] if is_known(end)), "") if here(f"{inside}.{part}") is None else ""
+            hint = self._hint("" if of_rest else inside, of_rest or part, names)
+        if (group := hint.removeprefix("use ")) in known and (near := near_names(str(value), known[group])):
+            hint += f"={near[0]}"
         if inside in known and hint == did_you_mean(part, ()):
             settings = self._settings(inside)
             return f"{key}={value}: {place} has no settings" + (f": {did_you_mean(part, settings)}" if settings else "")
@@ -158,7 +160,19 @@ class KeySetter:
             for near in near_names(part, self._settings(inside))[:1]:
                 has_it = " or ".join(f"{inside}={name}" for name in self._having(inside, near))
                 return f"did you mean '{inside}.{near}'? {has_it} has it"
+        if hint.startswith("there is") and (found := by_description(part, described(self.config_dirs))):
+            return f"did you mean {' or '.join(found)}?"
         return hint
+
+    def _of_section(self, parts: Sequence[str], names: Sequence[str]) -> str:
+        """The remedy for a key whose first part is a section of another tool, or a group that is spelt otherwise."""
+        known = options(self.config_dirs)
+        for group in near_names(parts[0], known, TYPED)[:1]:
+            if self._having(group, setting := ".".join(parts[1:]).lower()):
+                return f"did you mean '{group}.{setting}'?"
+        ends = [sign.join(parts[n:]) for n in range(len(parts)) for sign in "_."]
+        told = (end for end in ends if is_known(end) or end in names or end in known or self._homes(end))
+        return self._hint("", next(told, "_".join(parts)), names)
 
     def _having(self, group: str, setting: str) -> Sequence[str]:
         """The options of a group that have a setting."""
@@ -180,11 +194,13 @@ class KeySetter:
         """The setting of a name in two parts: ema_decay, clip_norm, swa_start, mixup_alpha; "" where it is of none."""
         known = options(self.config_dirs)
         for group, names in known.items() if rest else ():
-            near = near_names(rest, self._settings(group))[:1] if head == group or (head in names and group not in LISTS) else []
+            near = near_names(rest, self._settings(group))[:1] if head == group or head in names else []
             if head == group and near and group not in LISTS:
                 return f"{group}.{near[0]}"
-            if head in names and (near or group in LISTS):
-                return f"{group}=[{head}] {group}.{head}.{rest}" if group in LISTS else f"{group}={head} {group}.{near[0]}"
+            if head in names and group in LISTS:
+                return f"{group}=[{head}]" + "".join(f" {group}.{head}.{setting}" for setting in near)
+            if head in names and near:
+                return f"{group}={head} {group}.{near[0]}"
         return ""
 
     def unknown_in_group(self, key: str, value: object) -> str | None:
