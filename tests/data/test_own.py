@@ -81,9 +81,28 @@ class Tokens(Split):
 
 class Silent(Base):
     num_classes = None
+    answers = [0, 7, 3]
 
     def __getitem__(self, index):
-        return torch.zeros(5), 0
+        return torch.zeros(5), self.answers[index % 3]
+
+class Listed(Silent):
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.targets = [index % 3 for index in range(self.count)]
+
+class Rated(Silent):
+    answers = [0.5, 1.5, 2.0]
+
+class Several(Silent):
+    answers = [torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 0.0]), torch.zeros(3)]
+
+class Spans(Silent):
+    answers = [torch.tensor([0.0, 9.5])] * 3
+
+class Partly(Split):
+    def __getitem__(self, index):
+        return {"image": torch.zeros(3, 8, 8), "more": None, "label": 0}
 
 def made(first=0, count=40):
     return Base(first, count)
@@ -96,6 +115,10 @@ NO_CLASS = 3
 def theirs(tmp_path, monkeypatch):
     (tmp_path / "theirs_data.py").write_text(THEIRS)
     monkeypatch.syspath_prepend(tmp_path)
+
+
+def own(name, **settings):
+    return OwnDataset(target=f"theirs_data.{name}", train={}, test={}, **settings)
 
 
 def values(source) -> list[float]:
@@ -145,12 +168,35 @@ def test_a_batch_is_asked_for_at_once_where_that_can_be():
         (lambda: OwnDataset(target="theirs_data.Split", kwargs={"depth": 3}), r"cannot be built with \['depth', 'split'\]"),
         (lambda: OwnDataset(target="theirs_data.Stream", train={}, test={}), "must be a map-style Dataset"),
         (lambda: OwnDataset(target="theirs_data.made", train={}, test={"count": 0}), "has no test samples"),
-        (lambda: OwnDataset(target="theirs_data.Silent", train={}, test={}), r"set data\.classes"),
+        (lambda: own("Silent"), r"are from 0 to 7, .*: set data\.classes=8 if none is higher, or give"),
+        (lambda: own("Rated"), r"set data\.classes=3 if none is higher, or task=regression where they are no classes"),
+        (lambda: own("Several"), r"3 numbers from 0 to 1: set data\.classes=3, and task=multilabel where they are labels"),
+        (lambda: own("Several", targets="labels"), r"set data\.classes=3"),
+        (lambda: own("Spans"), r"2 numbers from 0 to 9\.5: set task=regression"),
     ],
 )
 def test_what_cannot_be_used_is_refused(data, says):
     with pytest.raises(UserError, match=says):
         data().load(CPU)
+
+
+def test_outputs_are_counted_where_the_targets_say_them():
+    assert own("Listed").load(CPU).classes == 3
+    assert own("Several", targets="values").load(CPU).classes == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["data.target=theirs_data.Several", "data.classes=3"], "several labels in a sample, or none, .*set task=multilabel"),
+        (["data.target=theirs_data.Spans", "data.classes=2"], "are numbers from 0 to 9.5, .*: set task=regression"),
+        (["data.target=theirs_data.Partly"], r"takes one tensor, and the inputs of a sample are several \(image\)"),
+    ],
+)
+def test_targets_and_inputs_of_another_kind_are_refused_by_what_they_are(train, words, says):
+    made = [] if "Partly" in words[0] else ["data.train={first: 0}", "data.test={first: 9}"]
+    with pytest.raises(UserError, match=says):
+        train("data=own", "trust=[theirs_data]", "model=mlp", *made, *words)
 
 
 def test_samples_that_make_no_batch_are_said():

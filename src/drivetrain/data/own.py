@@ -20,7 +20,7 @@ from drivetrain.core.step.trees import Tree, map_tensors
 from drivetrain.core.user import code as user_code
 from drivetrain.core.user import state as owned
 from drivetrain.data.base import SPLITS, Data, Fraction, Source, Splits, measure_on_some
-from drivetrain.data.collation import TARGETS, Lengths, OwnCollate, Stack, padding_for
+from drivetrain.data.collation import LOOKED_AT, TARGETS, Lengths, OwnCollate, Stack, padding_for
 from drivetrain.data.draws import MapStyle, Reader, keys
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class OwnDataset(Data):
         if isinstance(classes, list | tuple):
             classes = len(classes)
         if not isinstance(classes, int) or classes < 1:
-            classes = self._values(train)
+            classes = self._outputs(train)
         named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
         values, normalize = example if images is None else example[images], None
         if self.normalize and isinstance(values, torch.Tensor) and values.dtype == torch.uint8 and values.dim() == 4:
@@ -183,24 +183,33 @@ class OwnDataset(Data):
         images = [key for key in IMAGES if isinstance(x, dict) and isinstance(x.get(key), torch.Tensor) and x[key].ndim == 4]
         return x, next(iter(images), None)
 
-    def _values(self, source: OwnSource) -> int:
-        """Return how many numbers the target of a sample is, where it is no class. Raises UserError for classes."""
-        _, y = source.fetch(torch.tensor([0]))
+    def _outputs(self, source: OwnSource) -> int:
+        """Return how many outputs the targets want, where no class is named. Raises UserError, with what to set."""
+        if self.targets in (None, "class") and (labels := source.labels()) is not None:
+            logger.info("data.classes=%d, as the `targets` of data.target=%s have it", int(labels.max()) + 1, self.target)
+            return int(labels.max()) + 1
+        _, y = source.fetch(torch.arange(min(LOOKED_AT, len(source))))
         if self.targets in ("values", "pair"):
-            return sum(leaf.numel() for leaf in trees.leaves(y))
-        problem = (
-            f"data.target={self.target} does not say how many classes it has: set data.classes=N, or give it an attribute "
-            "`classes`, a list of their names"
-        )
-        if self.targets is None and (not isinstance(y, torch.Tensor) or y.numel() > 1):
-            problem = (
-                f"the targets of data.target={self.target} are {trees.described(y)}, and neither the Dataset nor a key says what "
-                "they are: set data.targets=values where they are numbers or images to predict (data.classes is then the number "
-                "of outputs), or data.classes=N for classes or labels"
+            return sum(leaf[0].numel() for leaf in trees.leaves(y))
+        seen = f"the first {LOOKED_AT} targets of data.target={self.target}"
+        if self.targets is None and (not isinstance(y, torch.Tensor) or y.ndim > 2):
+            raise UserError(
+                f"{seen} are {trees.described(y)}, and neither the Dataset nor a key says what they are: set data.targets=values "
+                "where they are numbers or images to predict (data.classes is then the number of outputs), or data.classes=N for "
+                "classes or labels"
             )
-        elif isinstance(y, torch.Tensor) and y.is_floating_point() and self.targets in ("class", None):
-            problem += f". Its targets are numbers such as {y.flatten()[0]:.4g}: if they are no classes, set task=regression"
-        raise UserError(problem)
+        values = torch.cat([leaf.flatten() for leaf in trees.leaves(y)])
+        low, high = (each.item() for each in values.aminmax())
+        if isinstance(y, torch.Tensor) and y.ndim == 2 and y.shape[1] > 1 and self.targets in (None, "labels"):
+            several = f"are {y.shape[1]} numbers from {low:.4g} to {high:.4g}"
+            if 0 <= low <= high <= 1:
+                raise UserError(f"{seen} {several}: set data.classes={y.shape[1]}, and task=multilabel where they are labels")
+            raise UserError(f"{seen} {several}: set task=regression, or data.classes={y.shape[1]} where they are no numbers")
+        numbers = ", or task=regression where they are no classes" if values.is_floating_point() else ""
+        raise UserError(
+            f"{seen} are from {low:.4g} to {high:.4g}, and it does not say how many classes it has: set data.classes="
+            f"{int(high) + 1} if none is higher{numbers}, or give it an attribute `classes`, a list of their names"
+        )
 
     def _log_target(self, dataset: object, example: Tree) -> None:
         """Log which key of a sample was taken for its target, where none is named."""

@@ -101,6 +101,13 @@ class OverClasses(Loss):
 
     def problem(self, target: Tree, classes: int) -> str | None:
         if target.is_floating_point() and self.soft_targets and target.dim() > 1:
+            low, high = (float(each) for each in target.aminmax())
+            if low < 0 or high > 1:
+                return (
+                    f"are numbers from {low:.4g} to {high:.4g}, and it wants classes or their probabilities: set task=regression"
+                )
+            if bool(((target == 0) | (target == 1)).all()) and bool((target.sum(1) != 1).any()):
+                return "have several labels in a sample, or none, and it wants probabilities that sum to 1: set task=multilabel"
             return None
         if target.is_floating_point():
             return "are numbers with fractions, and it wants class numbers (int64): set loss=mse for regression"

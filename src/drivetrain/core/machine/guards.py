@@ -110,7 +110,9 @@ def device_bytes(device: torch.device) -> int | None:
 
 
 def numbers_in(shape: Any) -> int:
-    """The number of numbers in a sample of this shape: of several tensors, named or in order, in all together."""
+    """The number of numbers in a sample of this shape: of several tensors, named or in order, in all together; 0 for None."""
+    if shape is None:
+        return 0
     if isinstance(shape, Mapping):
         return sum(numbers_in(each) for each in shape.values())
     if all(isinstance(size, int) for size in shape):
