@@ -284,18 +284,18 @@ def test_an_image_that_is_not_there_is_named(tmp_path):
 
 
 def test_an_id_is_left_out_unless_it_is_named_and_areas_are_numbers(tmp_path):
-    rows = [f"{n};u{n};{20 + n % 9}.5 m²;{n % 4};{'ab'[n % 2]}" for n in range(40)]
-    (tmp_path / "t.csv").write_text("\n".join(["id;user_id;area;shop_id;kind", *rows]), encoding="utf-8")
+    rows = [f"{n};u{n};{20 + n % 9}.5 m²;{n % 4};{'ab'[n % 2]};{900 + n};Ada {n};{n * n}" for n in range(40)]
+    (tmp_path / "t.csv").write_text("\n".join(["id;user_id;area;shop_id;kind;PassengerId;name;fare", *rows]), encoding="utf-8")
     said = {}
     for columns in (None, ["*", "id"]):
         data = Tabular(path=str(tmp_path / "t.csv"), target="kind", columns=columns).load(torch.device("cpu"))
         said[str(columns)] = data.inputs, data.shape
     inputs, shape = said["None"]
     assert inputs.startswith(
-        "inputs: 2 numbers (area, shop_id); id left out (an id: it is different in every row; data.columns=['*',id]"
+        "inputs: 3 numbers (area, shop_id, fare); id left out (an id: it is different in every row; data.columns=['*',id]"
     )
-    assert shape == (2,)
-    assert said["['*', 'id']"][0].startswith("inputs: 3 numbers (id, area, shop_id); user_id left out")
+    assert (shape, [word in inputs for word in ("PassengerId left out", "name left out")]) == ((3,), [True, True])
+    assert said["['*', 'id']"][0].startswith("inputs: 4 numbers (id, area, shop_id, fare); user_id left out")
 
 
 def test_several_outputs_for_each_number_have_its_units():
@@ -600,7 +600,7 @@ def test_texts_of_parquet_stay_texts(tmp_path):
             lambda n: "many" if n == 30 else n,
             r"t.csv:32: the column a holds 'many' among numbers, so that all are read as",
         ),
-        (lambda n: f"house {n}", r"60 of 60 rows have a text of their own in the column a, such as 'house 0': leave it out"),
+        (lambda n: f"house {n or 1}", r"59 of 60 rows have a text of their own in the column a, such as 'house 1': leave it out"),
     ],
 )
 def test_what_looks_wrong_is_said(tmp_path, cells, says):

@@ -50,7 +50,7 @@ MAX_CATEGORIES = 1000  # of one column; more are texts or numbers of rows, not c
 NO_VALUE = "(missing)"  # the category of a missing text
 NEARLY_ALL = 0.9
 SHOWN, FIRST_ROWS = 3, 100  # values of a column that are named, and rows that give the examples
-ID = re.compile(r"(?i)(.*[_ ])?(id|uuid|guid)|index|row(_?id)?")  # names of columns that may number the rows
+ID = re.compile(r"(?i:(.*[_ -])?(id|uuid|guid|no|nr|number|key|code)|index|row(_?id)?)|.*[a-z](Id|ID)")  # names of such columns
 FEW_ROWS = 20  # too few to say that something looks wrong
 NUMBER = "number"
 BOOLEAN = "boolean"
@@ -164,6 +164,7 @@ class TableSchema:
     inputs: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)  # column → why
     doubts: dict[str, str] = field(default_factory=dict)  # column → what looks wrong
+    mixed: set[str] = field(default_factory=set)  # columns of numbers with a text among them
 
     @classmethod
     def decided(
@@ -228,6 +229,7 @@ class TableSchema:
         numbers = np.append(right, False)[values.codes].sum() / max(1, (values.codes >= 0).sum())
         if numbers >= NEARLY_ALL and len(values) >= FEW_ROWS and not right.all():
             row = int((values.codes == int((~right).argmax())).argmax())
+            self.mixed.add(name)
             self.doubts[name] = (
                 f"{cells.place(row)}: the column {name} holds {values.texts[values.codes[row]]!r} among numbers, so that all are "
                 f"read as categories: mend it, add it to data.na, or set data.columns={{{name}: number}}"
@@ -271,13 +273,20 @@ class TableSchema:
             first += column.outputs
         return torch.from_numpy(encoded)
 
-    def leave_out_ids(self, cells: Cells, named: Collection[str]) -> None:
-        """Take out the inputs that number the rows: called an id, different in every row, and not `named` by the user."""
-        for name in [name for name in self.inputs if name not in named and ID.fullmatch(name)]:
-            values = cells.columns[name]
-            if len(self.inputs) > 1 and len(values) >= FEW_ROWS and len(np.unique(words_of(values).codes)) == len(values):
+    def leave_out_ids(self, cells: Cells, named: Collection[str], texts: bool) -> None:
+        """Take out the inputs that only name the rows: different in every row, called an id or a text, not `named` by the user.
+
+        Texts stay where the model reads `texts`.
+        """
+        for name in [name for name in self.inputs if name not in named]:
+            values, column = cells.columns[name], self.columns[name]
+            every, rows = words_of(values), len(values)
+            if len(self.inputs) == 1 or rows < FEW_ROWS or (every.codes < 0).any() or len(np.unique(every.codes)) < rows:
+                continue
+            if ID.fullmatch(name) or (column.type == "category" and not texts and name not in self.mixed):
                 self.inputs.remove(name)
                 self.left_out[name] = f"an id: it is different in every row; data.columns=['*',{name}] keeps it"
+                self.doubts.pop(name, None)
 
     def described_row(self, encoded: np.ndarray) -> dict[str, str]:
         """Return the inputs as text that `encode` made numbers (d,) of: a missing number is the mean."""

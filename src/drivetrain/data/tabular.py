@@ -245,7 +245,7 @@ class Tabular(TabularData, FromFile[Cells, Known, "Rows | TextRows"], TextData):
         cells = table.cells()
         schema = TableSchema.decided(cells, types, self.form().missing, self.decimal, table.decimal, targets)
         schema.inputs = [name for name in names if name in schema.columns]
-        schema.leave_out_ids(cells, given)
+        schema.leave_out_ids(cells, given, bool(self.tokens))
         if self.tokens:
             schema.read_as_text(cells, types, self.length)
         for name in (*targets, *names):

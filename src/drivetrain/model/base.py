@@ -112,10 +112,11 @@ class Model(Option, groups.Model):
 
         Raises UserError if it does not take inputs of this structure.
         """
-        if not self.takes_trees and not isinstance(inputs := context.data.two_samples(context.device), torch.Tensor):
+        inputs = context.data.two_samples(context.device)
+        if not self.takes_trees and not isinstance(inputs, torch.Tensor) and (parts := named_leaves(inputs)):
             raise UserError(
                 f"{context.run.named('model')} takes one tensor, and the inputs of a sample are several "
-                f"({', '.join(name for name, _ in named_leaves(inputs))}): set model=own, with a network whose forward takes them"
+                f"({', '.join(name for name, _ in parts)}): set model=own, with a network whose forward takes them"
             )
         if context.without_values is not None:
             with context.without_values:
