@@ -373,11 +373,11 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(images, tmp_path, monkeypa
         (["one"], "needs a source and a folder"),
         (["a", "b", "c"], "needs a source and a folder"),
         (["nowhere", "out"], "is no directory"),
-        (["nowhere", "out", "--quality", "0"], "--quality is from 1 to 100"),
-        (["nowhere", "out", "--size", "0"], "--size and --threads from 1 on"),
+        (["nowhere", "out", "--quality", "0"], "--quality must be 1 to 100"),
+        (["nowhere", "out", "--size", "0"], "--size and --threads at least 1"),
         (["set", "out", "data=cifar10", "--size", "9"], "--size 9 has no effect on data=cifar10"),
         (["--verify", "nowhere"], "is no packed folder"),
-        (["--verify"], "needs one folder"),
+        (["--verify"], "needs one packed folder"),
     ],
 )
 def test_what_cannot_be_packed_is_refused_and_leaves_nothing(words, says, refused):
@@ -392,7 +392,7 @@ def test_broken_images_are_named_while_packing(images, tmp_path, capsys):
     for number, form in enumerate(([], ["--jpeg"])):
         out = tmp_path / f"packed{number}"
         pack(root, out, "--size", "8", *form, "data.on_error=skip", "data.verify=0")
-        assert "another sample was packed in its place" in capsys.readouterr().err
+        assert "another sample was packed instead" in capsys.readouterr().err
         x, y = Packed(root=str(out)).load(CPU).train.fetch(torch.tensor([24, 25]))
         assert torch.equal(x[0], x[1])
         assert y.tolist() == [1, 1]

@@ -210,7 +210,7 @@ def test_what_another_launcher_does_is_not_ours(tmp_path: Path) -> None:
         (["parallel=pipeline", "precision=bf16_pure"], "both keep weights of their own"),
         (["parallel=fsdp", "batch.global_batch=7"], "batch.global_batch=7 does not divide into 1 steps × 2 ranks"),
         (["parallel=split"], "parallel=split needs two devices"),
-        (["parallel=split", "parallel.devices=[cpu]"], "splitting takes two devices at least"),
+        (["parallel=split", "parallel.devices=[cpu]"], "splitting takes at least two devices"),
         (["parallel=split", "parallel.devices=[cpu,disk]"], "'disk' is no device"),
         (["parallel=fspd"], "fsdp"),
     ],

@@ -168,13 +168,13 @@ def test_a_small_vocabulary_keeps_its_logits_by_default():
 
 
 ODD = {
-    "log_softmax": (Net(lambda z: z.log_softmax(-1)), "the model changes what head gives (log_softmax)"),
-    "added to": (Net(lambda z: 1 + z), "the model changes what head gives (add"),
-    "bent twice": (Net(lambda z: z.tanh().tanh()), "the model changes what head gives (tanh)"),
-    "divides by them": (Net(lambda z: 1 / z), "the model changes what head gives"),
-    "by a weight": (Net(lambda z: z * torch.ones(())), "the model changes what head gives (mul)"),
-    "used beside": (Net(lambda z: (z.sum(), z)[1]), "the model uses what head gives in other ways too"),
-    "several layers": (Net(head=nn.Sequential(nn.Linear(WIDTH, 11), nn.ReLU())), "the model changes what head.0 gives (relu)"),
+    "log_softmax": (Net(lambda z: z.log_softmax(-1)), "the model changes the output of head (log_softmax)"),
+    "added to": (Net(lambda z: 1 + z), "the model changes the output of head (add"),
+    "bent twice": (Net(lambda z: z.tanh().tanh()), "the model changes the output of head (tanh)"),
+    "divides by them": (Net(lambda z: 1 / z), "the model changes the output of head"),
+    "by a weight": (Net(lambda z: z * torch.ones(())), "the model changes the output of head (mul)"),
+    "used beside": (Net(lambda z: (z.sum(), z)[1]), "the model uses the output of head in other ways too"),
+    "several layers": (Net(head=nn.Sequential(nn.Linear(WIDTH, 11), nn.ReLU())), "the model changes the output of head.0 (relu)"),
     "no Linear": (Net(head=Odd(WIDTH, CLASSES)), "head is a Odd, not one product"),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`drivetrain pack`: decode images once, for data=packed."""
+"""`drivetrain pack`: decode images once, for training with data=packed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ drivetrain pack SOURCE FOLDER [data=option] [data.key=value] …      decode the
 
   drivetrain pack ~/imagenet packed --size 256           train data=packed data.root=packed
   drivetrain pack ~/imagenet packed --jpeg --quality 90   stores JPEGs of at most that size: less disk, decoded when read
-  drivetrain pack ~/cifar packed data=cifar10             any data that gives images; its root is SOURCE
+  drivetrain pack ~/cifar packed data=cifar10             any image data; SOURCE becomes its root
   drivetrain pack 'train-{000..009}.tar' packed data=webdataset
   drivetrain pack --verify packed                         every sample's checksum
 
@@ -48,7 +48,7 @@ If packing is interrupted, give the same command again: it continues, and writes
 def _command(given: argparse.Namespace) -> int:
     if given.verify:
         if len(given.overrides) != 1:
-            raise UserError("drivetrain pack --verify needs one folder that was packed")
+            raise UserError("drivetrain pack --verify needs one packed folder")
         with _progress("verified") as step:
             count = stored.verify(Path(given.overrides[0]), step)
         echo(f"{given.overrides[0]}: all {count:,} samples are as they were packed")
@@ -57,7 +57,7 @@ def _command(given: argparse.Namespace) -> int:
     if len(paths) != 2:
         raise UserError("drivetrain pack needs a source and a folder to write: drivetrain pack ~/images packed --size 256")
     if not 1 <= given.quality <= 100 or (given.size is not None and given.size < 1) or given.threads < 1:
-        raise UserError("drivetrain pack: --quality is from 1 to 100, --size and --threads from 1 on")
+        raise UserError("drivetrain pack: --quality must be 1 to 100, --size and --threads at least 1")
     _pack(paths[0], Path(paths[1]), [w for w in given.overrides if "=" in w], given)
     return DONE
 
@@ -82,7 +82,7 @@ def _pack(source: str, out: Path, overrides: list[str], given: argparse.Namespac
 
     started = time.monotonic()
     if several := [split for split in ("validation", "test") if data.several(split)]:
-        raise UserError(f"drivetrain pack packs one set of each kind, and data.{several[0]} names several: give one of them")
+        raise UserError(f"drivetrain pack takes one set per split, but data.{several[0]} names several: give one of them")
     with directory.locked(out):
         splits = data.load(torch.device("cpu"))
         shape = tuple(splits.shape)
@@ -97,7 +97,7 @@ def _pack(source: str, out: Path, overrides: list[str], given: argparse.Namespac
     size = sum(p.stat().st_size for p in out.iterdir())
     echo(f"{out}: {samples:,} samples, {size / 2**20:,.1f} MiB, in {time.monotonic() - started:.1f} s")
     for name in {name for s in (splits.train, *splits.sets("test").values()) for name in s.skipped() or ()}:
-        terminal.say(f"could not be read, and another sample was packed in its place: {name}")
+        terminal.say(f"unreadable, so another sample was packed instead: {name}")
     echo(f"train with: data=packed data.root={out}")
 
 
@@ -108,7 +108,7 @@ def _job(source: str, overrides: list[str], given: argparse.Namespace) -> Job:
     setting = "train" if "root" not in settings else "root"
     if setting not in settings:
         raise UserError(
-            f"drivetrain pack packs images, and cannot give SOURCE to {chosen[0]}, which has neither data.root nor data.train "
+            f"drivetrain pack packs images from a folder or file; {chosen[0]} has neither data.root nor data.train for SOURCE "
             "(large texts are tokenized once by themselves)"
         )
     more = [f"data.{setting}={json.dumps(os.path.expanduser(source))}"]
@@ -122,7 +122,7 @@ def _job(source: str, overrides: list[str], given: argparse.Namespace) -> Job:
 
 
 def _listing(splits: Any) -> str:
-    """A hash of the samples' number and, where they have names, of their names: other data is packed anew."""
+    """A hash of the samples' number and names, if they have any. Other data is packed anew."""
     digest = hashlib.sha256()
     for source in (splits.train, splits.test):
         digest.update(f"{len(source)}\n".encode())
@@ -133,7 +133,7 @@ def _listing(splits: Any) -> str:
 
 @contextmanager
 def _progress(verb: str) -> Iterator[packed.OnProgress]:
-    """The progress of one split after the other."""
+    """The progress of the splits, one after another."""
     with ExitStack() as shown:
         rates: dict[str, Rate] = {}
 

@@ -1,4 +1,4 @@
-"""The JSON Schema of recipes, made from the options there are, so that editors complete and check them."""
+"""The JSON Schema of recipes, made from the existing options, so that editors complete and check recipes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from drivetrain.recipe.write import FORMS, SCHEMA
 Schema = dict[str, Any]
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-NAMES_CODE = "own"  # the options that name the user's code, which no recipe may choose
+NAMES_CODE = "own"  # options that name the user's code; no recipe may choose one
 REFERENCE: Schema = {"type": "string", "pattern": r"^\$\{[a-z_]+(\.[a-z_0-9]+)*\}$", "description": "the value of another key"}
 _COMMENT = re.compile(r"^(?P<key>[A-Za-z_]\w*):.*?\s#\s(?P<text>.*)$")
 
@@ -54,13 +54,13 @@ def recipe_schema(config_dirs: Sequence[str] = ()) -> Schema:
         "type": "object",
         "properties": {
             **_header(),
-            "description": {"type": "string", "description": "what the recipe is for"},
+            "description": {"type": "string", "description": "the recipe's purpose"},
             **settings,
             "sweep": _sweep(of_options),
-            "claim": {**_dataclass(Claim), "description": "what was measured of it; it changes nothing of the run"},
+            "claim": {**_dataclass(Claim), "description": "measured results; they do not change the run"},
             "unchanged": {
                 "type": "object", "properties": settings, **body,
-                "description": "the defaults of the time when it was written; what is above goes before them",
+                "description": "the defaults at the time of writing; the settings above override them",
             },
         },
         **body,
@@ -71,15 +71,15 @@ def recipe_schema(config_dirs: Sequence[str] = ()) -> Schema:
 def _header() -> dict[str, Schema]:
     texts = {key: {"type": "string", "pattern": f"^(?:{form})$"} for key, (form, _) in FORMS.items()}
     return {
-        "schema": {"type": "integer", "minimum": 1, "maximum": SCHEMA, "description": "the form of this file"},
-        "drivetrain": {**texts["drivetrain"], "description": "the version that wrote it"},
-        "hash": {**texts["hash"], "description": "of the config that it stands for"},
-        "left_out": {"type": "array", "items": texts["left_out"], "description": "groups and keys for whoever runs it to choose"},
+        "schema": {"type": "integer", "minimum": 1, "maximum": SCHEMA, "description": "the version of this file format"},
+        "drivetrain": {**texts["drivetrain"], "description": "the drivetrain version that wrote it"},
+        "hash": {**texts["hash"], "description": "the hash of the resulting config"},
+        "left_out": {"type": "array", "items": texts["left_out"], "description": "groups and keys that each user chooses"},
     }
 
 
 def _dataclass(section: Any) -> Schema:
-    """A section that is declared as a dataclass, as the claim. What its fields say of themselves is their description."""
+    """The schema of a section declared as a dataclass, such as the claim. Descriptions come from the fields' annotations."""
     hints = get_type_hints(section, include_extras=True)
     declared = {field.name: field for field in fields(section) if field.compare}  # the others are not in the file
     required = [name for name, field in declared.items() if field.default is MISSING and field.default_factory is MISSING]
@@ -108,10 +108,10 @@ def _about(hint: object) -> Schema:
 
 
 def _settings(file: Path) -> dict[str, Schema]:
-    """The settings of an option that a recipe may set; without types where its code is not trusted."""
+    """The settings of an option that a recipe may set, without types if its code is not trusted."""
     values = dict(catalog.content(file))
     target = str(values.pop("_target_"))
-    values.pop("preset", None)  # of a task
+    values.pop("preset", None)  # only a task has one
     trusted = target in catalog.shipped_targets() or not any(trust_problems("", target, trusted_packages()))
     option = import_name(target) if trusted else None
     kinds = schema.of(option).hints if option is not None else {}
@@ -126,7 +126,7 @@ def _values() -> dict[str, Schema]:
 
 
 def described(lines: Sequence[str], values: Mapping[str, object], kinds: Mapping[str, object]) -> dict[str, Schema]:
-    """Key → the schema of its value, with its default and the comment beside it."""
+    """Key → the schema of its value, with its default and comment."""
     comments = {found["key"]: found["text"].strip() for line in lines if (found := _COMMENT.match(line))}
     return {
         key: {**_kind(kinds.get(key, Any)), "default": default, **({"description": comments[key]} if key in comments else {})}
@@ -148,7 +148,7 @@ def _object(settings: Mapping[str, Schema]) -> Schema:
 
 
 def _section(group: str, options: Mapping[str, Mapping[str, Schema]]) -> Schema:
-    """The schema of what may stand below a group's name, whatever its option is."""
+    """The schema of a group's settings, for any of its options."""
     below = {name: {"$ref": f"#/$defs/{group}.{name}"} for name in options if name not in ("none", NAMES_CODE)}
     if group in LISTS:
         return _object(below)
@@ -162,7 +162,7 @@ def _section(group: str, options: Mapping[str, Mapping[str, Schema]]) -> Schema:
 
 
 def _fitting(of_options: Mapping[str, Mapping[str, Mapping[str, Schema]]]) -> Iterator[Schema]:
-    """For each option: where it is chosen, the group's settings are its own."""
+    """For each option: if it is chosen, the group takes only its settings."""
     for group, names in of_options.items():
         for name in names if group not in LISTS else ():
             entry = {"properties": {f"override /{group}": {"const": name}}, "required": [f"override /{group}"]}
@@ -185,7 +185,7 @@ def _chosen(group: str) -> Schema:
 
 
 def _defaults(groups: Collection[str]) -> Schema:
-    """The list in which a recipe chooses options, each as `override /group: option` or with less around the group."""
+    """The list of a recipe's options, each as `override /group: option` ("override" and "/" may be left out)."""
     entry = {
         "type": "object",
         "properties": {f"override /{group}": _chosen(group) for group in groups},
@@ -198,7 +198,7 @@ def _defaults(groups: Collection[str]) -> Schema:
 
 
 def _dotted(of_options: Mapping[str, Mapping[str, Mapping[str, Schema]]]) -> dict[str, Schema]:
-    """The settings written as `group.setting: value`, whose values the editor does not check."""
+    """Settings written as `group.setting: value`; the editor does not check their values."""
     found: dict[str, Schema] = {}
     for group, names in of_options.items():
         own = {setting for of_option in names.values() for setting in of_option} if group not in LISTS else set()
@@ -209,7 +209,7 @@ def _dotted(of_options: Mapping[str, Mapping[str, Mapping[str, Schema]]]) -> dic
 
 
 def _sweep(of_options: Mapping[str, Mapping[str, Mapping[str, Schema]]]) -> Schema:
-    """The grid: for each key or group the values to go through."""
+    """The schema of the grid: a list of values for each key or group."""
     groups = {g: {"anyOf": [{"type": "array", "minItems": 1, "items": _chosen(g)}, _chosen(g)]} for g in of_options}
     return {
         "type": "object",
@@ -217,5 +217,5 @@ def _sweep(of_options: Mapping[str, Mapping[str, Mapping[str, Schema]]]) -> Sche
         "patternProperties": _dotted(of_options),
         "additionalProperties": False,
         "minProperties": 1,
-        "description": "a grid: for each key or group a list of values",
+        "description": "a grid: a list of values for each key or group",
     }

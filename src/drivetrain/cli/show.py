@@ -1,4 +1,4 @@
-"""`drivetrain show`: what a run will see of its data, and its schedule, before it is trained."""
+"""`drivetrain show`: preview a run's data and schedule without training."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from drivetrain.ui import plots
 from drivetrain.ui.output import echo
 from drivetrain.ui.recipe_tree import effect
 
-OF_DATA = ("data", "task")  # overrides of these groups ask what the data is
-MAX_POINTS = 20_000  # of a curve; of a longer run every n-th update is taken
+OF_DATA = ("data", "task")  # an override of these groups also shows the data
+MAX_POINTS = 20_000  # per curve; a longer run is sampled at every n-th update
 HELP = """\
-drivetrain show [group=option] [key=value] …      what training will see of its data, the learning rate over the run,
-                                                  and what its options claim of training: exact, close or changes
+drivetrain show [group=option] [key=value] …      preview the training data, the learning rate over the run,
+                                                  and each option's effect on training: exact, close or changes
 
   drivetrain show scheduler=cosine scheduler.cycles=3
   drivetrain show recipe=fast epochs=90
   drivetrain show data=imagefolder data.root=photos --data seen.html
   drivetrain show scheduler=onecycle scheduler.momentum=[0.85,0.95] --png schedule.png
 
-  --png FILE            as an image, by matplotlib
-  --data FILE           the data as a page, with samples; without it they are told where data=… or task=… is given
-  --out FILE            the one or the other, by its suffix: .png or .html
+  --png FILE            the schedule as an image, drawn by matplotlib
+  --data FILE           the data as a page, with samples; without it, data=… or task=… prints them as text
+  --out FILE            either of the two, by suffix: .png or .html
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """
 
@@ -56,9 +56,9 @@ command = Command("show", _show, HELP, {"--png": FILE, "--data": FILE, "--out": 
 
 
 def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None = None, page: Path | None = None) -> None:
-    """Draw what `drivetrain train` with these overrides would follow; into `file` as a PNG if one is given.
+    """Draw the schedule that `drivetrain train` would follow with these overrides: in the terminal, or as the PNG `file`.
 
-    The data of training are told first where an override is of them or `page` is given, into which they are drawn.
+    First print a summary of the training data if an override sets them or `page` is given. `page` receives it as HTML.
     """
     job = prepare(overrides, config_dirs)
     job.log_notices()
@@ -94,7 +94,7 @@ def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None
 
 def _horizon(run: RunSpec) -> Horizon:
     over, samples = horizons.run_horizon(run), run.data.train_samples()
-    if over is None:  # known only after the data was read
+    if over is None:  # the length is known only after reading the data
         import torch
 
         source = Data.of(run).load_sets(torch.device("cpu")).train
@@ -134,7 +134,7 @@ def _title(run: RunSpec, over: Horizon) -> str:
 
 
 def _stages(run: RunSpec, over: Horizon) -> Iterator[str]:
-    """A line for each stage of the run: its updates, and what it changes."""
+    """A line for each stage of the run: its updates and its changes."""
     ends = [stages.in_updates(end, over) for end in stages.boundaries(run, over)]
     for number, (stage, begin, end) in enumerate(zip(run.stages, [0, *ends], [*ends, over.updates], strict=False), 1):
         yield f"stage {number}  updates {begin:,.0f} to {end:,.0f}, {stage.title}"

@@ -42,7 +42,7 @@ def entry_points(group: str) -> list[EntryPoint]:
 
 
 def plugins() -> tuple[Plugin, ...]:
-    """The installed packages with options, whole ones only: `problems` has those of the others."""
+    """The installed packages with valid options. `problems` explains the invalid ones."""
     return _plugins(_search_path())[0]
 
 
@@ -74,7 +74,7 @@ def _installed(search_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 @lru_cache(maxsize=4)
 def _plugins(search_path: tuple[str, ...]) -> tuple[tuple[Plugin, ...], tuple[str, ...]]:
-    """The plugins, and the problems of entry points that give none. No package is imported."""
+    """The plugins, and the problems of invalid entry points. No package is imported."""
     found: dict[str, Plugin] = {}
     wrong = []
     for entry in _installed(search_path):
@@ -83,7 +83,7 @@ def _plugins(search_path: tuple[str, ...]) -> tuple[tuple[Plugin, ...], tuple[st
         owner = entry.dist.name if entry.dist is not None else entry.name
         if entry.pattern.match(entry.value) is None:
             wrong.append(
-                f"the installed package {owner} says that {entry.value!r} holds options, which is no module: uninstall {owner}"
+                f"the installed package {owner} declares options in {entry.value!r}, which is no module name: uninstall {owner}"
             )
             continue
         package, *below = entry.module.split(".")
@@ -92,8 +92,8 @@ def _plugins(search_path: tuple[str, ...]) -> tuple[tuple[Plugin, ...], tuple[st
         if conf is not None:
             found.setdefault(entry.module, Plugin(package, conf))
         else:
-            what = f"{entry.module} has no folder conf/" if spec is not None else f"there is no package {package}"
-            wrong.append(f"the installed package {owner} says that {entry.module} holds options, but {what}: uninstall {owner}")
+            what = f"{entry.module} has no folder conf/" if spec is not None else f"package {package} is missing"
+            wrong.append(f"the installed package {owner} declares options in {entry.module}, but {what}: uninstall {owner}")
     return tuple(found.values()), tuple(wrong)
 
 

@@ -73,7 +73,7 @@ class Profile(Window):
         for name in ("operations.txt", "trace.json", "trace.json.gz", "memory.csv"):
             files.place_for(folder / name)
         averages = profiler.key_averages()
-        # A CPU has no device time, nor has a device that the profiler does not know, such as MPS.
+        # A CPU has no device time, nor has a device unknown to the profiler, such as MPS.
         order = "self_device_time_total" if any(e.self_device_time_total for e in averages) else "self_cpu_time_total"
         (folder / "operations.txt").write_text(
             averages.table(sort_by=order, row_limit=-1, max_name_column_width=80), encoding="utf-8"
@@ -102,7 +102,7 @@ class Profile(Window):
     def _operations(self, averages: Iterable[FunctionEventAvg], order: str) -> Iterator[str]:
         """Return the operations with the most time of their own.
 
-        With device time these are the host's operations, each with its kernels: the kernels' own rows would count it twice.
+        With device time, only the host's operations count, each with the time of its kernels: kernel rows would count it twice.
         """
         on_host = [e for e in averages if e.device_type == torch._C._autograd.DeviceType.CPU]
         times = [(getattr(e, order), e) for e in on_host if not e.is_user_annotation]
@@ -114,7 +114,7 @@ class Profile(Window):
 def _memory(events: list[JsonObject], file: Path, accelerator: str) -> list[str]:
     """Add the allocated memory to the trace as counters, write it to a file, and return each device's peak and its phase.
 
-    A CPU's memory is relative to the window's start; that of an accelerator, such as "cuda", is all allocated memory.
+    CPU memory is relative to the window's start; accelerator memory, such as "cuda", is all allocated memory.
     """
     ranges = (e for e in events if e.get("cat") == "user_annotation" and e["name"] in PHASES)  # the host's, not the device's
     phases = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in ranges)
@@ -135,7 +135,7 @@ def _memory(events: list[JsonObject], file: Path, accelerator: str) -> list[str]
             peaks[device] = max(peaks.get(device, (0, "")), (level, phase))
     return [
         f"memory {device}: at most {level / 2**20:.1f} MiB{' above the start' if device == 'cpu' else ''}, "
-        f"in {phase or 'no phase'}; memory.csv has its course"
+        f"in {phase or 'no phase'}; memory.csv has the timeline"
         for device, (level, phase) in peaks.items()
     ]
 

@@ -1,4 +1,4 @@
-"""A moving average of the weights, which is evaluated in addition to the weights themselves."""
+"""A moving average of the weights, evaluated in addition to the weights themselves."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from drivetrain.core.step.architecture import tied_names
 from drivetrain.core.step.microbatch import Request
 from drivetrain.core.typed import StateDict
 
-# Relative widths of power-function averages: of one update in a thousand, and nearly the plain mean of a run's (1 / √12 = 0.289).
+# Relative widths of power-function averages: the narrowest spans a thousandth of the run; 1 / √12 = 0.289 is the plain mean.
 NARROWEST, BELOW = 0.001, 0.28
 Width = Annotated[float, Ge(NARROWEST), Lt(BELOW)]
-STATISTICS = ("running_mean", "running_var")  # the buffers that are means over batches, as torch's norms name them
+STATISTICS = ("running_mean", "running_var")  # buffers with means over batches, by torch's names
 
 
 class Ema(Option, groups.Ema):
@@ -31,8 +31,8 @@ class Ema(Option, groups.Ema):
     stage_option: ClassVar[bool] = True
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
-    started = True  # whether there is an average yet: until then it is the weights themselves
-    stale = False  # whether all ranks have to complete the average before it is used
+    started = True  # False until the first average: the weights themselves stand for it
+    stale = False  # True if all ranks have to complete the average before its use
 
     def update(self) -> None:
         """Add the current weights to the average, after an update that was not skipped."""
@@ -51,7 +51,7 @@ class Ema(Option, groups.Ema):
 
 
 class Kept(Ema):
-    """The base of what keeps one average. A subclass says in `update` when it moves, and by how much.
+    """Base class for a single average. A subclass's `update` decides when the average moves, and how far.
 
     The running statistics of norms are averaged too, or copied; other buffers are copied: a mask of -inf, the vectors of a
     spectral norm or a counter have no mean. Buffers that are not saved with the weights, such as tables of positions, are the
@@ -87,7 +87,7 @@ class Kept(Ema):
         self._updates += 1
 
     def _move(self, mean: list[torch.Tensor], share: float, live: list[torch.Tensor] | None = None) -> None:
-        """Move an average towards the weights, or those of them in `live`: by this share of the way."""
+        """Move an average towards the weights, or towards `live`, by this share of the distance."""
         live = self._live if live is None else live  # detached, so that no graph is kept
         if self._widened:
             live = [t.to(m.dtype) for t, m in zip(live, mean, strict=True)]
@@ -113,7 +113,7 @@ class Kept(Ema):
         return {"updates": self._updates, "tensors": tensors, "tied": dict(self._tied)}
 
     def load_state_dict(self, state: StateDict) -> None:
-        if not state:  # of a checkpoint without an average: it starts from the weights that were loaded
+        if not state:  # the checkpoint has no average: start from the loaded weights
             torch._foreach_copy_(self._mean + self._copied, self._live + self._live_copied)
             return
         self._updates = state["updates"]
@@ -138,7 +138,7 @@ class Average(Kept):
         n = self._updates
         decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
         resting = {p.data_ptr() for phase in self._phases if not phase.made for p in phase.parameters}
-        if resting:  # the average of what this update has left alone stays too
+        if resting:  # parameters that this update left alone keep their average
             rows = [(m, t) for m, t in zip(self._mean, self._live, strict=True) if t.data_ptr() not in resting]
             self._move([m for m, _ in rows], 1.0 - decay, [t for _, t in rows])
         else:
@@ -149,8 +149,8 @@ class Average(Kept):
 class Swa(Kept):
     """Stochastic weight averaging (Izmailov et al. 2018): average ← average + (weights - average) / (n + 1), after n weights.
 
-    It averages from `start` on, once in `every`. It equals torch.optim.swa_utils.AveragedModel with averaged buffers, and
-    `update_bn` before it is evaluated or saved: the means of BatchNorm's statistics are not those of the mean weights. Whether
+    It averages from `start` on, once in `every`. It equals torch.optim.swa_utils.AveragedModel with averaged buffers, followed by
+    `update_bn` before each evaluation and save: averaged BatchNorm statistics are not those of the averaged weights. Whether
     an update's weights count depends on the number of updates alone, so that a resumed run averages the same ones.
     """
 
@@ -179,11 +179,11 @@ class Swa(Kept):
         self._statistics = NormStatistics(context, self.statistics_updates) if self.statistics_updates else None
         kept = dict(zip(self._names, self._mean + self._copied, strict=True))
         self._of_norms = [(buffer, kept[name]) for name, buffer in self._statistics.buffers()] if self._statistics else []
-        self.stale = False  # whether the norms' statistics are those of another average
+        self.stale = False  # True if the norms' statistics belong to an earlier average
 
     @property
     def started(self) -> bool:  # type: ignore[override]
-        """True if weights have been averaged: until then the average is the weights as they are."""
+        """True if weights have been averaged. Until then the current weights stand for the average."""
         return self._updates > 0
 
     def update(self) -> None:
@@ -191,7 +191,7 @@ class Swa(Kept):
         if at <= self._start or (self._end - at) % self._every:
             return
         super().update()
-        self._move(self._mean, self.share(at))  # the first weights are taken as they are
+        self._move(self._mean, self.share(at))  # the first weights are copied
         self._copy_buffers()
         self.stale = True
 
@@ -219,14 +219,14 @@ class Swa(Kept):
 
     def load_state_dict(self, state: StateDict) -> None:
         super().load_state_dict(state)
-        self.stale = False  # what was saved has the statistics of its average
+        self.stale = False  # the saved average has its own statistics
 
 
 class Merge(Swa):
-    """Merges weights of a constant learning rate in place of its decay (WSM, Tian et al. 2025; linear: LAWA, Kaddour 2022).
+    """Merges weights of a constant learning rate instead of decaying it (WSM, Tian et al. 2025; linear: LAWA, Kaddour 2022).
 
-    Of n weights from `start` on, once in `every`, number j counts curve(j / n) - curve((j + 1) / n): the curve is the decay that
-    it stands for, from 1 to 0, so that an update moves the merged weights as much as it would move those of a decayed rate.
+    It collects n weights from `start` on, once in `every`. Number j has the weight curve(j / n) - curve((j + 1) / n), with the
+    replaced decay as the curve, from 1 to 0. An update then moves the merged weights as far as under a decayed rate.
     """
 
     effect = "changes"
@@ -254,8 +254,8 @@ class Merge(Swa):
 class NormStatistics:
     """Estimates the running statistics of a model's BatchNorms, as torch.optim.swa_utils.update_bn does.
 
-    They are the means over the micro-batches of `updates` updates: the first ones of epoch 0, so that any split of a batch over
-    micro-batches and ranks sees the same samples, and a resumed run too. Frozen norms keep theirs.
+    They are means over the micro-batches of the first `updates` updates of epoch 0. So a resumed run, and any split of a batch
+    over micro-batches and ranks, uses the same samples. Frozen norms keep their statistics.
     """
 
     def __init__(self, context: BuildContext, updates: int) -> None:
@@ -264,8 +264,8 @@ class NormStatistics:
         self._norms = {name: m for name, m in context.model.named_modules() if isinstance(m, norms) and m.track_running_stats}
         if self._norms and not context.parallel.own_forward:
             raise UserError(
-                f"{context.run.named('ema')} estimates BatchNorm's statistics by forwards of the whole model, and with "
-                f"{context.run.named('parallel')} a rank has a part of it: set ema.statistics_updates=0, or parallel=ddp"
+                f"{context.run.named('ema')} estimates BatchNorm's statistics by forwards of the whole model, but with "
+                f"{context.run.named('parallel')} each rank holds only a part: set ema.statistics_updates=0, or parallel=ddp"
             )
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -275,7 +275,7 @@ class NormStatistics:
                 yield f"{name}.{of_norm}".removeprefix("."), buffer
 
     def estimate(self) -> None:
-        """Set the norms' buffers to the statistics of the weights that the model has. Called on all ranks."""
+        """Estimate the norms' statistics for the model's current weights. Called on all ranks."""
         context, parallel = self._context, self._context.parallel
         context.model.train()
         norms = [norm for norm in self._norms.values() if norm.training]
@@ -288,7 +288,7 @@ class NormStatistics:
             norm.reset_running_stats()
             norm.momentum = None  # the mean over all batches
         try:
-            with streams.apart(), parallel.evaluation_context():  # dropout draws some
+            with streams.apart(), parallel.evaluation_context():  # dropout draws random numbers
                 for batch in context.read(self._requests()):
                     with context.precision.autocast():
                         model(joined(batch.x))
@@ -301,7 +301,7 @@ class NormStatistics:
                 norm.momentum = momentum
 
     def _requests(self) -> Iterator[Request]:
-        """Yield this rank's micro-batches of the first updates of epoch 0: whole ones, where there are any."""
+        """Yield this rank's micro-batches of epoch 0's first updates, without a partial last batch if there are whole ones."""
         context = self._context
         batch, left = context.batch, self._updates
         drop_last = batch.updates(batch.order.length, 0, True) > 0

@@ -33,11 +33,11 @@ from drivetrain.core.step.tensors import has_streams
 from drivetrain.core.step.trees import Tree
 from drivetrain.loader.base import Ahead, Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
 
-DEATH_NOTICE_S = 10.0  # from a broken connection until the worker's end is known
-GRACE_S = 2.0  # after the wait for a batch's message has ended
-WATCH_S = 0.25  # between two looks at the workers
-STACK_WAIT_S = 1.0  # for where a stuck worker is
-STACK_SIGNAL = signal.SIGUSR2  # has a worker write that down
+DEATH_NOTICE_S = 10.0  # between a broken connection and the worker's end
+GRACE_S = 2.0  # to transfer a batch after its announcement
+WATCH_S = 0.25  # between two checks of the workers
+STACK_WAIT_S = 1.0  # for the stack of a stuck worker
+STACK_SIGNAL = signal.SIGUSR2  # makes a worker write its stack
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Workers(Loader):
     def _deliveries(
         self, loader: Iterable[object], pipeline: Pipeline, pending: deque[Request], stacks: IO[bytes]
     ) -> Iterator[_Delivery]:
-        """Yield what the workers deliver. A worker that is stuck or killed ends the run as interrupted, so it can be resumed."""
+        """Yield the workers' batches. A stuck or killed worker ends the run as interrupted, so it can be resumed."""
         delivered = 0
 
         def too_late() -> Interrupted:
@@ -147,21 +147,21 @@ class Workers(Loader):
             raise error
 
     def raise_if_worker_died(self, error: RuntimeError) -> None:
-        if str(error).startswith("DataLoader worker"):  # killed, or gone
+        if str(error).startswith("DataLoader worker"):  # killed or exited
             raise Interrupted(
-                f"a loader's worker was killed ({str(error).strip().splitlines()[0]}); where memory ran out, lower "
+                f"a loader's worker was killed ({str(error).strip().splitlines()[0]}); if memory ran out, lower "
                 "loader.num_workers or set loader=threads"
             ) from None
 
 
 class _WaitLimit:
-    """Ends waits for a batch after `timeout_s`, or where a worker has ended. A run that was told to stop does not wait for long.
+    """Ends the wait for a batch after `timeout_s`, or when a worker has ended. A stopping run waits only briefly.
 
-    torch's iterator is asked again every WATCH_S, and says then whether a worker has ended. Its signal handler would say so
-    wherever this process is, also in a destructor: Python prints that as a traceback and goes on. So it is told of no worker.
+    Every WATCH_S torch's iterator times out and checks whether a worker has ended. torch's signal handler would raise anywhere in
+    this process, also in a destructor, where Python prints a traceback and goes on. So it watches none of our workers.
 
-    A worker that was stopped after it announced a batch hands over no memory, and torch waits for that without a limit. A thread
-    ends the workers then.
+    A worker that stops after announcing a batch never hands over its memory, and torch waits without a limit. A thread ends the
+    workers then.
     """
 
     def __init__(self, timeout_s: float, batches: Any, stacks: IO[bytes]) -> None:
@@ -174,7 +174,7 @@ class _WaitLimit:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="loader wait limit")
 
     def each(self, batches: Iterator[object]) -> Iterator[Any]:
-        """Yield the batches, and note since when each is waited for."""
+        """Yield the batches, and record when the wait for each began."""
         while True:
             self._waits_since = time.monotonic()
             try:
@@ -209,13 +209,13 @@ class _WaitLimit:
     def __exit__(self, *error: object) -> None:
         self._done.set()
         if self._workers:
-            self._thread.join()  # it holds torch's iterator, which ends its workers where it is freed
+            self._thread.join()  # it holds torch's iterator, whose destructor ends the workers
 
     def _watch(self) -> None:
         while not self._done.wait(WATCH_S):
             if self._is_over(GRACE_S):
                 self.exceeded = True
-                logger.warning("a loader's worker has announced a batch and does not hand it over")
+                logger.warning("a loader's worker has announced a batch but does not hand it over")
                 self.end()
                 return
 
@@ -230,7 +230,7 @@ class _WaitLimit:
         return None
 
     def end(self) -> None:
-        """End the workers, and log where they are. One that is stopped answers no other signal: this process would wait."""
+        """Kill the workers and log their stacks. A stopped worker answers no other signal: we would wait for it."""
         for worker in self._workers:
             if worker.pid is not None and worker.is_alive() and not StopFlag.told_to_stop():
                 os.kill(worker.pid, STACK_SIGNAL)
@@ -251,14 +251,14 @@ class _WaitLimit:
         from torch.utils.data._utils import signal_handling
 
         while getattr(self._batches, "_worker_pids_set", False):
-            with suppress(RuntimeError):  # it may do so here too
+            with suppress(RuntimeError):  # the handler may raise here too
                 signal_handling._remove_worker_pids(id(self._batches))
                 self._batches._worker_pids_set = False
 
 
 @dataclass(slots=True)
 class _Delivery:
-    """The batch that a worker sends. torch's DataLoader takes it as it is; tuples it would turn into lists, twice over."""
+    """A worker's batch. torch's DataLoader passes this class through unchanged, but would turn tuples into lists, twice."""
 
     x: Tree
     y: Tree
@@ -300,19 +300,19 @@ class _IteratorSampler:
 
 
 def _start(loader: Iterable[object]) -> Any:
-    """Start the workers. Raises OSError where the machine has no room for them: torch's half-made iterator then ends unheard."""
+    """Start the workers. Raises OSError if the machine lacks room; the failing destructor of torch's iterator is muted."""
     before, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         return iter(loader)
     except OSError as error:
-        raise error.with_traceback(None) from None  # its frames hold that iterator, whose destructor fails
+        raise error.with_traceback(None) from None  # its frames hold the iterator, whose destructor fails
     finally:
         sys.unraisablehook = before
 
 
 @contextmanager
 def _sigterm_blocked() -> Iterator[None]:
-    """Block SIGTERM in this thread, and in the processes that it forks within the context, where it stays blocked."""
+    """Block SIGTERM in this thread during the context. Processes that it forks meanwhile keep it blocked."""
     if not hasattr(signal, "sigtimedwait"):  # on a Mac
         yield
         return
@@ -324,14 +324,14 @@ def _sigterm_blocked() -> Iterator[None]:
 
 
 def _begin_worker(stacks: IO[bytes], _: int) -> None:
-    """Set up a worker's process: it ends with the run, and not before. Asked where it is, it writes its stack to `stacks`."""
+    """Set up a worker's process: it ends with the run, not before. On STACK_SIGNAL it writes its stack to `stacks`."""
     disown_garbage()
     torch.set_num_threads(1)  # the workers share the cores already
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, EOFError | ConnectionError):  # the run was killed: there is nobody to tell
+        if not isinstance(error, EOFError | ConnectionError):  # the run was killed: nobody reads this
             before(kind, error, trace)
 
     sys.excepthook = hook

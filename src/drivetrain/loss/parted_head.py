@@ -1,4 +1,4 @@
-"""A language model's loss without its logits: the output layer gives sums over tokens, and the logits exist in parts."""
+"""A language model's loss without its logits: the output layer returns sums over tokens, and computes the logits in parts."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from drivetrain.core.options.option import BuildContext
 from drivetrain.core.step.architecture import Architecture
 from drivetrain.core.step.modules import run_once
 
-IGNORED = -100  # a target that does not count
-UP = 1024.0  # gradients of logits are multiplied by it in float16, where most probabilities would be too small
+IGNORED = -100  # the label of ignored targets
+UP = 1024.0  # scale of the logits' gradients in float16, where most probabilities would underflow
 
 
 class Tail(NamedTuple):
-    """What the model does with the layer's outputs z: `scale` · z, or `cap` · tanh(`scale` · z)."""
+    """The model's function of the layer's outputs z: `scale` · z, or `cap` · tanh(`scale` · z)."""
 
     scale: float = 1.0
     cap: float | None = None
 
     def times(self, factor: float) -> Self:
-        """The same, and then multiplied."""
+        """Multiply the result by `factor`."""
         return self._replace(scale=self.scale * factor) if self.cap is None else self._replace(cap=self.cap * factor)
 
 
 class Terms(NamedTuple):
-    """What the loss of a token is made of."""
+    """The terms and settings of a token's loss."""
 
     parts: int
     z_loss: float
     smoothing: float
     tail: Tail
-    dtype: torch.dtype  # of the product
+    dtype: torch.dtype  # of the matrix product
     learns: bool
 
 
 @dataclass(eq=False)
 class PartedHead:
-    """The Linear layer that gives a model's logits. Within `sums` it gives those of no token to the model."""
+    """The Linear layer that computes a model's logits. Within `sums` it returns the logits of no token."""
 
     layer: nn.Linear
     tail: Tail
@@ -53,7 +53,7 @@ class PartedHead:
 
     @classmethod
     def of(cls, model: nn.Module, context: BuildContext) -> Self | str:
-        """Return the head of a model; where its logits are not one product, with a factor or a soft cap, say why."""
+        """Return the head of a model, or the reason why its logits are not one product with a factor or a soft cap."""
         follow, names = _Follow(), Architecture.of(model, context.example).outputs
         hooks = [
             model.get_submodule(name).register_forward_hook(lambda _layer, _args, z, name=name: follow.begin(name, z))
@@ -63,19 +63,19 @@ class PartedHead:
             output = context.model_call.output_of(run_once(model, context.example, hooks))
         if (known := follow.tails.get(id(output))) is None:
             changed = sorted({operation for of_layer in follow.others.values() for operation in of_layer})
-            return f"the model changes what {' and '.join(names)} gives ({', '.join(changed) or 'by code of its own'})"
+            return f"the model changes the output of {' and '.join(names)} ({', '.join(changed) or 'by code of its own'})"
         name, tail, _ = known
         if type(layer := model.get_submodule(name)) is not nn.Linear:
             return f"{name} is a {type(layer).__name__}, not one product"
         if follow.calls[name] > 1 or follow.others[name]:
-            return f"the model uses what {name} gives in other ways too"
+            return f"the model uses the output of {name} in other ways too"
         made = cls(layer, tail)
         layer.register_forward_pre_hook(made.before)
         layer.register_forward_hook(made.after)
         return made
 
     def before(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Find the sums, where they are asked for, and leave no token to the layer."""
+        """Compute the sums if they are asked for, and pass the layer no token."""
         if self.asked is None:
             return None
         (x, *_), (target, parts, z_loss, smoothing) = args, self.asked
@@ -88,13 +88,13 @@ class PartedHead:
         return (x[..., :0, :],)
 
     def after(self, layer: nn.Module, args: tuple[Tensor, ...], z: Tensor) -> Tensor | None:
-        """Tie the logits of no token to the sums: FSDP's backward begins at the model's output."""
+        """Connect the empty logits to the sums, because FSDP's backward begins at the model's output."""
         return None if self.asked is None or self.found is None else z.detach() + self.found[0].to(z.dtype)
 
     def sums(
         self, forward: Callable[[], Tensor], target: Tensor, parts: int, z_loss: float, smoothing: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the sums of the loss and of right answers over the targets (2,), and what the forward returned."""
+        """Return the sums of the loss and of right answers over the targets (2,), and the forward's output."""
         self.asked = target, parts, z_loss, smoothing
         try:
             output = forward()
@@ -106,9 +106,9 @@ class PartedHead:
 
 
 class LogitSums(torch.autograd.Function):
-    """Sums over tokens of the cross entropy, and of right answers where nothing is differentiated, (2,).
+    """Sums over tokens of the cross entropy and, without gradients, of right answers, (2,).
 
-    The forward makes the gradients too, so that each logit is computed once: hidden (n, width), weight (classes, width).
+    The forward computes the gradients too, so that each logit is computed once: hidden (n, width), weight (classes, width).
     """
 
     @staticmethod
@@ -183,8 +183,8 @@ class _Follow(torch.overrides.TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
-        self.tails: dict[int, tuple[str, Tail, Tensor]] = {}  # by a tensor's id; which is kept, so that it is no other's
-        self.others: dict[str, set[str]] = defaultdict(set)  # what else is done with a layer's outputs
+        self.tails: dict[int, tuple[str, Tail, Tensor]] = {}  # by tensor id; the tensor is kept, so that no other gets its id
+        self.others: dict[str, set[str]] = defaultdict(set)  # other operations on a layer's outputs
 
     def begin(self, name: str, output: Tensor) -> None:
         self.calls[name] += 1
@@ -204,6 +204,6 @@ class _Follow(torch.overrides.TorchFunctionMode):
             self.tails[id(found)] = layer, tail.times(number if name in TIMES else 1 / number), found
         elif name == "tanh" and tail.cap is None:
             self.tails[id(found)] = layer, tail._replace(cap=1.0), found
-        elif name != "get":  # an attribute
+        elif name != "get":  # "get" reads an attribute
             self.others[layer].add(name)
         return found

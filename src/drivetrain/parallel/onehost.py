@@ -23,14 +23,14 @@ from drivetrain.parallel.base import Parallel
 logger = logging.getLogger(__name__)
 
 
-FLOPS_PER_BYTE = 100  # that a device computes in the time in which it moves one byte: H200 80, A100 200
+FLOPS_PER_BYTE = 100  # FLOPs that a device computes while it moves one byte: H200 80, A100 200
 
 
 def estimate_costs(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], example: Tree) -> list[float]:
     """Estimate the cost of each block's forward on `example`, in evaluation mode, so that the model does not change.
 
-    An operation costs the bytes that it reads and writes, or its FLOPs if they take longer. Times would differ from run to run,
-    and so would the cut and the random numbers that each rank draws: a resumed run would not be the run that was broken off.
+    An operation costs its bytes read and written, or its FLOPs if they take longer. Measured times would differ from run to run,
+    and so would the cut and each rank's random numbers: a resumed run would not equal the interrupted one.
     Raises UserError if the model's forward does not call a block.
     """
     costs = dict.fromkeys(map(id, blocks), 0.0)
@@ -54,7 +54,7 @@ def estimate_costs(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], ex
 
 @contextmanager
 def _counted() -> Iterator[Callable[[], float]]:
-    """Within the context torch's operations are counted; the function returns what they cost so far."""
+    """Count torch's operations within the context. The function returns their cost so far."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
     from torch.utils.flop_counter import flop_registry
@@ -64,7 +64,7 @@ def _counted() -> Iterator[Callable[[], float]]:
     class Counter(TorchDispatchMode):
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            """Return False: nothing is compiled here, and else torch imports its compiler for this mode."""
+            """Return False: nothing is compiled here, and otherwise torch would import its compiler for this mode."""
             return False
 
         def __torch_dispatch__(self, func: Any, types: object, args: Tree = (), kwargs: dict[str, Tree] | None = None) -> Tree:
@@ -109,7 +109,7 @@ class Dp(Parallel):
     """torch's DataParallel: one process, a thread per device. Included for comparison."""
 
     effect = "close"
-    changes = "a batch is split among devices, of whose parts BatchNorm takes its statistics"
+    changes = "a batch is split among devices, and BatchNorm takes its statistics from each part"
     one_process = False
     thread_per_device = True
 
@@ -128,7 +128,7 @@ class Dp(Parallel):
 
     def advise(self, run: RunSpec) -> Iterator[str]:
         if (count := accelerators.device_count()) < 2:
-            yield f"parallel=dp splits batches over devices, and torch finds {count or 'none'} here: this is one process"
+            yield f"parallel=dp splits batches over devices, but torch finds {count or 'none'} here: nothing is split"
         else:
             yield (
                 "parallel=dp copies the model to every device at each step, gathers outputs on the first and shares one "
@@ -141,7 +141,7 @@ class Dp(Parallel):
 
 @dataclass(kw_only=True, eq=False)
 class Split(Parallel):
-    """Naive model parallelism in one process: consecutive blocks are on consecutive `devices`, which work in turns.
+    """Naive model parallelism in one process: consecutive blocks are on consecutive `devices`, and the devices take turns.
 
     null means all devices. Blocks are split by estimated cost, so that each device gets about the same forward time.
     """
@@ -157,7 +157,7 @@ class Split(Parallel):
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         if self.devices is not None and len(self.devices) < 2:
-            yield f"parallel.devices={self.devices}: splitting takes two devices at least: name them, or set parallel=single"
+            yield f"parallel.devices={self.devices}: splitting takes at least two devices: name them, or set parallel=single"
         if not run.compile.crosses_devices:
             yield (
                 f"{run.named('compile')} and parallel=split exclude each other (activations move between devices within the "
@@ -169,7 +169,7 @@ class Split(Parallel):
             try:
                 device = torch.device(name)
             except RuntimeError:
-                yield f"parallel.devices: {name!r} is no device: name them such as cuda:0 or cpu"
+                yield f"parallel.devices: {name!r} is no device: give names such as cuda:0 or cpu"
                 continue
             found = accelerators.find()
             count = found.count if device.type == found.type else 0
@@ -182,7 +182,7 @@ class Split(Parallel):
             )
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)  # of several devices
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)  # on several devices
 
     def shard(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> None:
         first_device = next(model.parameters()).device
@@ -207,12 +207,12 @@ class Split(Parallel):
             if not any(id(p) in in_blocks for p in module.parameters()):
                 module.to(devices[-1])
                 module.register_forward_pre_hook(_move_inputs_hook(devices[-1]), with_kwargs=True)
-        back = partial(map_tensors, lambda tensor: tensor.to(first_device))  # where the targets are
+        back = partial(map_tensors, lambda tensor: tensor.to(first_device))  # the targets are there
         model.register_forward_hook(lambda _, args, output: back(output))
         logger.info("%s on %s", describe_split(boundaries, costs), ", ".join(names))
 
 
 def _move_inputs_hook(device: torch.device) -> Callable[[torch.nn.Module, Tree, Tree], tuple[Tree, Tree]]:
-    """Return a forward pre-hook that moves the inputs to `device`. A CPU would read them before they are there: it waits."""
+    """Return a forward pre-hook that moves the inputs to `device`. For a CPU it waits, else the CPU would read them too early."""
     move = partial(map_tensors, lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"))
     return lambda module, args, kwargs: (move(args), move(kwargs))

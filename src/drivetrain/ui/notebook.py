@@ -1,4 +1,4 @@
-"""What a notebook shows: a page in a frame of its own, and a chart that follows a run while it trains."""
+"""Notebook output: a page in its own frame, and a chart that follows a run while it trains."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ DRAW_EVERY_S = 2.0
 
 
 def framed(page: str, height: int) -> str:
-    """An HTML page as a frame, whose styles and scripts are its own."""
+    """An HTML page in a frame, so that its styles and scripts stay apart."""
     return f'<iframe srcdoc="{escape(page)}" style="width:100%;height:{height}px;border:0"></iframe>'
 
 
 def live_charts(total: int, metric: str) -> list[LiveChart]:
-    """The chart of a run with `total` updates in the process of a notebook's kernel; none elsewhere, as in its forks."""
+    """The chart of a run with `total` updates, in a notebook's kernel; none elsewhere, nor in the kernel's forks."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return [LiveChart(total, metric)] if hasattr(shell, "kernel") and multiprocessing.parent_process() is None else []
 
 
 class LiveChart:
-    """Draws the loss, and the metric that ranks models, as a run's records come. A log writer."""
+    """A log writer that draws the loss and the ranking metric as a run's records come in."""
 
     def __init__(self, total: int, metric: str) -> None:
         self._total = total
