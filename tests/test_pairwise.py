@@ -37,6 +37,16 @@ def test_a_pair_trains_or_is_refused_for_both(pair: tuple[str, str], folder: Pat
         assert by_itself or pairwise.names_both(frozenset(pair), came.reason), came
 
 
+OF_A_KIND = list(itertools.product(*(pairwise.factors()[group] for group in ("loss", "data", "model"))))
+OPEN = [words for words in OF_A_KIND if "data=stream" in words]  # only its samples tell what they are
+
+
+@pytest.mark.parametrize("given", [OPEN[::5], pytest.param(OF_A_KIND, marks=pytest.mark.slow)], ids=len)
+def test_a_loss_trains_or_is_refused_with_any_data_and_model(given: list[tuple[str, ...]], folder: Path) -> None:
+    came = (pairwise.try_one(words, str(folder)) for words in given)
+    assert not [each for each in came if each.status == "broken"]
+
+
 def test_every_option_is_in_the_cover() -> None:
     from drivetrain.config.catalog import options
 
@@ -57,12 +67,42 @@ def test_no_option_is_refused_by_itself(words: list[str], folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "pair", [("loss=distill", "data=digits"), ("loss=distill", "data=wine"), ("optimizer=schedulefree", "ema=ema")]
+    "words",
+    [
+        "loss=distill data=digits",
+        "loss=distill data=wine",
+        "optimizer=schedulefree ema=ema",
+        "loss=gaussian_nll model=transformers",  # two outputs for a number that has a name
+        "loss=siglip data=stream task=contrastive data.targets=class augment=[flip_crop]",
+        "debug=gradcheck data=words",  # an embedding with a row for padding, whose gradient is left out
+    ],
 )
-def test_an_option_with_needs_trains(pair: tuple[str, str], folder: Path) -> None:
+def test_an_option_with_needs_trains(words: str, folder: Path) -> None:
     """The settings that it wants are in the table, so that it is not one of those that this machine cannot run."""
-    came = pairwise.try_one(pair, str(folder))
+    came = pairwise.try_one(tuple(words.split()), str(folder))
     assert came.status == "trained", came
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("loss=siglip data=stream model=transformers", "the loss wants 2 views of each sample"),
+        ("loss=tversky data=stream", "loss=tversky does not fit the data: the targets of data=stream"),
+        (
+            "loss=gaussian_nll model=unet data=own",
+            "loss=gaussian_nll cannot be computed from the output of model=unet, a tensor (n, 2, 32, 32), and the targets of "
+            "data=own, a tensor (n,)",
+        ),
+        ("loss=masked_token data=stream model=mlp", "hides tokens of texts (n, length), and the targets have shape (n,)"),
+        ("loss=token data=own model=transformers", "reads tokens (n, length), and the inputs of data=own have shape (n, 3, 32"),
+        ("model=transformers model.head=image data=stdlib", "with head=image reads images, and the inputs of data=stdlib have"),
+        ("surgery=[channels_last] optimizer=lbfgs", "optimizer=lbfgs and surgery=[channels_last] exclude each other"),
+    ],
+)
+def test_what_cannot_be_says_so(words: str, says: str, folder: Path) -> None:
+    came = pairwise.try_one(tuple(words.split()), str(folder))
+    assert came.status == "refused", came
+    assert says in came.reason
 
 
 def test_a_broken_combination_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,9 +33,9 @@ class Block(torch.nn.Module):
 class Net(torch.nn.Module):
     def __init__(self, shape, classes):
         super().__init__()
-        self.text = len(shape) == 1 and classes > 100
+        self.text = len(shape) == 1 and (classes > 100 or shape[0] == 32)  # of bytes, such as words
         if len(shape) == 1:
-            self.body = torch.nn.Embedding(classes, 8) if self.text else torch.nn.Linear(*shape, 8)
+            self.body = torch.nn.Embedding(max(classes, 300), 8) if self.text else torch.nn.Linear(*shape, 8)
         else:
             self.body = torch.nn.Sequential(Block(shape[0]), Block(shape[0]))
         width = 8 if self.text else self.body(torch.zeros(1, *shape)).numel()

@@ -230,6 +230,9 @@ class Gradcheck(Debug):
                 copy = deepcopy(model).double().train()
             except Exception as error:
                 raise UserError(f"debug=gradcheck works on a copy of the model, and it cannot be copied: {error}") from None
+            for module in copy.modules():
+                if isinstance(module, torch.nn.Embedding):
+                    module.padding_idx = None  # the gradient of its row is left out on purpose
             calls, left_out = record_calls(copy, arguments)
             if loss.runs_model:
                 left_out = {**left_out, LOSS: "it runs the model itself"}

@@ -398,6 +398,26 @@ def _check_output(context: RunContext, output: object) -> None:
             f"{run.named('loss')} takes one tensor, and {run.named('model')} returns {described(output)}: set "
             f"forward_output={part}, or loss=own, with a function that takes it"
         )
+    if context.without_values is None and not loss.keeps():
+        _try_loss(context, output)
+
+
+def _try_loss(context: RunContext, output: Tree) -> None:
+    """Raise UserError where the loss of the model's output for the first samples cannot be computed."""
+    loss, first = context.loss, context.first
+    if first is None or not isinstance(first.y, torch.Tensor) or loss.problem(first.y, context.data.classes):
+        return  # the first batch says which sample is wrong
+    try:
+        with suppress(torch.OutOfMemoryError), torch.no_grad():
+            loss.evaluate(lambda _: output, first, False)
+    except UserError:
+        raise
+    except Exception as error:
+        run, said = context.run, next(iter(str(error).strip().splitlines()), "")
+        raise UserError(
+            f"{run.named('loss')} cannot be computed from the output of {run.named('model')}, {described(output)}, and the "
+            f"targets of {run.named('data')}, {described(first.y)} ({type(error).__name__}: {said}): set another loss or model"
+        ) from error
 
 
 def build_for_inference(context: RunContext, data: Splits) -> torch.nn.Module:

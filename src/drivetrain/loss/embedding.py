@@ -100,7 +100,14 @@ class ComparingLoss(Loss):
         return x.flatten(0, 1) if self.views > 1 and isinstance(x, torch.Tensor) else x
 
     def input_shape(self, shape: Tree) -> Tree:
-        return shape[1:] if self.views > 1 and isinstance(shape, tuple) and isinstance(shape[0], int) else shape
+        if self.views == 1 or not (isinstance(shape, tuple) and isinstance(shape[0], int)):
+            return shape
+        if shape[0] != self.views:
+            raise UserError(
+                f"the loss wants {self.views} views of each sample, stacked in its first dimension, and a sample of the data has "
+                f"shape {shape}: let the data make them, or set task=contrastive data.targets=class, which augments it twice"
+            )
+        return shape[1:]
 
     def embeddings(self, output: Tree) -> Tree:
         """The model's output as (n, views, d), in float32 at least: a tensor, or a tuple of one for each view.

@@ -217,6 +217,8 @@ class Masking:
         self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: PipelineParts, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tokens (n, length) with some hidden, the hidden ones as targets, and the indices."""
+        if y.dim() != 2:
+            raise UserError(f"loss=masked_token hides tokens of texts (n, length), and the targets have shape {shape_of(y)}")
         keys = rng.keys(pipeline.seed, request.epoch, indices, STREAM).unsqueeze(1)
         places = keys ^ torch.arange(y.shape[1], device=y.device)
         chosen, becomes, other = (rng.uniform(0, 0, places, number) for number in range(3))

@@ -15,7 +15,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.machine import files
 from drivetrain.core.options.allowed import Entries, Text
 from drivetrain.core.options.option import BuildContext, RunSpec, needs_extra
-from drivetrain.core.step.trees import Tree, first
+from drivetrain.core.step.trees import Tree, first, shape_of
 from drivetrain.model import hub
 from drivetrain.model.base import NO_START, Model
 
@@ -158,6 +158,12 @@ class Transformers(Model):
         else:
             config = self._given_config()
             self._fit(config, head, context, first(inputs))
+        text, plain = head != "image", isinstance(inputs, torch.Tensor)
+        if plain and text != (inputs.dim() == 2 and not inputs.is_floating_point()):
+            raise UserError(
+                f"model.name={self.name} with head={head} reads {'tokens (n, length)' if text else 'images'}, and the inputs of "
+                f"{context.run.named('data')} have shape {shape_of(inputs)}: set another model, loss or model.head"
+            )
         cls = self._class(head, config)
         if context.writes_files and context.trains:
             files.write_text(kept, config.to_json_string(use_diff=False))
@@ -167,7 +173,7 @@ class Transformers(Model):
                 model = self._loaded(cls, config, attention)
             else:
                 model = cls.from_config(config, attn_implementation=attention, dtype=torch.float32)
-        if head in ("sequence", "token", "masked") and isinstance(inputs, torch.Tensor) and not inputs.is_floating_point():
+        if head in ("sequence", "token", "masked") and plain:
             model.register_forward_pre_hook(_with_mask, with_kwargs=True)
         model.register_forward_hook(_logits, with_kwargs=True)
         trained: torch.nn.Module = model.train()
@@ -254,7 +260,7 @@ class Transformers(Model):
         text = head != "image"
         if head not in ("causal", "masked") and config.num_labels != data.classes:
             config.num_labels = data.classes
-        if head not in ("causal", "masked") and data.names is not None:
+        if head not in ("causal", "masked") and data.names is not None and len(data.names) == data.classes:
             config.id2label = dict(enumerate(map(str, data.names)))
             config.label2id = {name: number for number, name in config.id2label.items()}
         if text:

@@ -35,6 +35,11 @@ class Lbfgs(Optimizer):
                 "optimizer=lbfgs has one rate for all parameters, and no weight decay: set optimizer.weight_decay=0 "
                 "optimizer.layer_decay=null optimizer.lr_multipliers={}"
             )
+        if any(edit.memory_format == "channels_last" for edit in run.surgery):
+            yield (
+                "optimizer=lbfgs and surgery=[channels_last] exclude each other (torch's LBFGS reads gradients as rows in their "
+                "usual order): leave channels_last out"
+            )
 
     def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
         settings = {**self.arguments(), "lr": groups[0]["lr"]}
