@@ -74,6 +74,8 @@ def test_no_option_is_refused_by_itself(words: list[str], folder: Path) -> None:
         "optimizer=schedulefree ema=ema",
         "loss=gaussian_nll model=transformers",  # two outputs for a number that has a name
         "loss=siglip data=stream task=contrastive data.targets=class augment=[flip_crop]",
+        "checkpointing.memory_gb=4 model=transformers",  # its weights are drawn again until they fit, which reads them
+        "checkpointing.memory_gb=4 surgery=[fused_norm]",  # an edit that compares results
         "debug=gradcheck data=words",  # an embedding with a row for padding, whose gradient is left out
     ],
 )

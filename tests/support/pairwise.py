@@ -109,10 +109,11 @@ class Sequences(Pictures):
 class EachColumn(torch.nn.Module):
     def __init__(self, shape, classes):
         super().__init__()
-        self.only = torch.nn.Linear(shape[0] * shape[1], classes)
+        widths = shape[0] * shape[1], 8, 8, classes
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in zip(widths, widths[1:])))
 
     def forward(self, x):
-        return self.only(x.flatten(1, 2).mT)
+        return self.layers(x.flatten(1, 2).mT)
 
 class Teacher(torch.nn.Module):
     def __init__(self, classes):  # its weights fit every data set
@@ -123,7 +124,8 @@ class Teacher(torch.nn.Module):
         return self.scale * x.flatten(1).float().mean(1, keepdim=True) * torch.linspace(-1, 1, self.classes, device=x.device)
 
 def each_pixel(shape, classes):
-    return torch.nn.Conv2d(shape[0], classes, 1)
+    widths = shape[0], 8, 8, classes
+    return torch.nn.Sequential(*(torch.nn.Conv2d(a, b, 1) for a, b in zip(widths, widths[1:])))
 
 def largest(output, target):
     return output.max()
@@ -198,6 +200,7 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "data=wine": ["model=mlp"],
         "data=digit_scenes": ["data.samples=32", "data.test_samples=16", "loss=bce"],
         "model=unet": ["model.width=4", "data=masks"],
+        "task=contrastive": ["data=digits"],
         "task=multilabel": ["data=digit_scenes", "loss=bce"],
         "task=regression": ["data=diabetes", "loss=mse", "model=mlp"],
         "task=segmentation": ["data=masks", "model=unet"],
