@@ -98,6 +98,12 @@ def test_an_option_with_needs_trains(words: str, folder: Path) -> None:
         ("loss=masked_token data=stream model=mlp", "hides tokens of texts (n, length), and the targets have shape (n,)"),
         ("loss=token data=own model=transformers", "reads tokens (n, length), and the inputs of data=own have shape (n, 3, 32"),
         ("model=transformers model.head=image data=stdlib", "with head=image reads images, and the inputs of data=stdlib have"),
+        (
+            "loss=own task=contrastive model=transformers",
+            "reads images, and the inputs of data=digits have shape (n, 2",
+        ),
+        ("loss=own task=contrastive model=timm", "model=timm wants images, but the data gives [2, 1, 8, 8]"),
+        ("loss=asymmetric data=own model=unet", "loss=asymmetric compares each output with one target"),
         ("surgery=[channels_last] optimizer=lbfgs", "optimizer=lbfgs and surgery=[channels_last] exclude each other"),
     ],
 )

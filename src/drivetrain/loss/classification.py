@@ -310,7 +310,7 @@ class Bce(Loss):
         output = wide(output)
         if self.of_classes and target.dim() == 1:
             target = target.unsqueeze(1) == torch.arange(output.shape[1], device=target.device)
-        return same_shape(output, target, "bce")
+        return same_shape(output, target, type(self).__name__.lower())
 
 
 class Asymmetric(Bce):

@@ -101,7 +101,7 @@ class TimmModel(Model):
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         import timm
 
-        if len(shape) == 1:
+        if len(shape) != 3:
             raise UserError(f"model=timm wants images, but the data gives {list(shape)}: set model=mlp")
         if self.pretrained:
             self._reach_weights()

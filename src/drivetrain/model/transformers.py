@@ -159,7 +159,7 @@ class Transformers(Model):
             config = self._given_config()
             self._fit(config, head, context, first(inputs))
         text, plain = head != "image", isinstance(inputs, torch.Tensor)
-        if plain and text != (inputs.dim() == 2 and not inputs.is_floating_point()):
+        if plain and (inputs.dim() != (2 if text else 4) or (text and inputs.is_floating_point())):
             raise UserError(
                 f"model.name={self.name} with head={head} reads {'tokens (n, length)' if text else 'images'}, and the inputs of "
                 f"{context.run.named('data')} have shape {shape_of(inputs)}: set another model, loss or model.head"
