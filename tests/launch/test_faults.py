@@ -539,5 +539,5 @@ def test_another_program_where_machines_meet(hosts: Hosts, places: list[Path]) -
         other.communicate()
     assert [done.code for done in ended] == [2, 2], ended
     assert "port 29500 of this machine is in use by something else" in ended[0].err
-    assert "what answers there is none of this run's machines" in ended[1].err
+    assert "the answer there is not from one of this run's machines" in ended[1].err
     assert all(len(done.err.splitlines()) == 1 for done in ended), ended

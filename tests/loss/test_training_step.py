@@ -76,7 +76,7 @@ def _stream(trainer):
             "compile=inductor compiles the model's forward, and loss.target=my_losses.parts calls only",
         ),
         ("parts", ["parallel=fsdp", "parallel.nproc=2"], "takes `model.head`, and with parallel=fsdp each rank holds a part"),
-        ("detached", [], "the loss does not depend on the weights that train"),
+        ("detached", [], "the loss does not depend on trained weights"),
         ("penalty", ["compile=inductor"], "compile=inductor cannot differentiate a gradient of the model"),
         ("told", ["compile=step"], "names `progress`, which would be a constant in the graph of compile=step"),
     ],

@@ -266,7 +266,7 @@ def test_of_a_large_one_the_pairs_that_are_confused_the_most():
     values = [[90 if row == column else 0 for column in range(20)] for row in range(20)]
     values[3][5], values[7][1] = 10, 30
     found = plots.shown("confusion_matrix", {"rows": names, "columns": names, "values": values})
-    assert found.name == "confusion matrix: what is confused the most"
+    assert found.name == "confusion matrix: the most frequent confusions"
     assert found.rows == [["c7", "c1", "30", "25.0%"], ["c3", "c5", "10", "10.0%"]]
 
 

@@ -115,7 +115,7 @@ def test_a_run_of_a_program_with_objects_is_not_said_to_be_a_commands(tmp_path):
     result = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps({**result, "overrides": ["model=own", "model.target=given.Net"]}))
     page = runs.sheet_of([reader.read(folder)]).page()
-    assert "Only the program that made it can: model.target=given.Net" in page
+    assert "Only its own program can: model.target=given.Net" in page
     assert "recipe.yaml" not in page.partition("How to reproduce it")[2]
 
 
@@ -510,7 +510,7 @@ def test_a_table_drops_spare_columns_until_it_fits(capsys):
     assert "not shown here: c" in said
     assert "z" not in said
     replace(table, rows=table.rows * 3, most=2).show()
-    assert "… and 1 more, which the page has" in capsys.readouterr().out
+    assert "… and 1 more on the page" in capsys.readouterr().out
 
 
 def test_a_cell_may_have_a_drawing_and_a_share(capsys):

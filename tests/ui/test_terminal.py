@@ -89,7 +89,7 @@ def test_the_tree_marks_what_was_set(at_a_terminal):
     lines = shown(at_a_terminal).splitlines()
     assert any("optimizer" in line and "lr=0.01*" in line for line in lines)
     assert any("mlp*" in line for line in lines)
-    assert lines[-1].endswith("* set by an override or the recipe, and not by default\x1b[0m")
+    assert lines[-1].endswith("* set by an override or the recipe, not by default\x1b[0m")
     assert len(lines) < 30  # one for each group: what is too long is cut
 
 

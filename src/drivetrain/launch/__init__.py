@@ -1,1 +1,1 @@
-"""From overrides to a result: the job, its processes, and what keeps them running."""
+"""From overrides to a result: the job, its processes, and their supervision."""

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-LOOPBACK_S = 2.0  # within which this machine answers itself
+LOOPBACK_S = 2.0  # within which this machine must answer itself
 _SIOCGIFADDR = 0x8915
 
 
 def local_address_towards(host: str, port: int) -> str:
-    """This machine's address on the route to `host`. Raises OSError where there is no such host, or no route."""
+    """This machine's address on the route to `host`. Raises OSError without such a host or a route to it."""
     target = socket.gethostbyname(host)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
         probe.connect((target, port))
@@ -32,9 +32,9 @@ def local_address_towards(host: str, port: int) -> str:
 
 
 def own_address() -> str:
-    """The name or address at which this machine's processes reach each other: localhost, or what works in its place.
+    """The name or address at which this machine's processes reach each other: localhost, or a working substitute.
 
-    Raises UserError where nothing does.
+    Raises UserError if no address works.
     """
     why = {}
     for host in ("localhost", "127.0.0.1", "::1"):
@@ -79,9 +79,9 @@ def can_listen(host: str, port: int = 0) -> bool:
 
 
 def is_torch_store(host: str, port: int, seconds: float) -> bool:
-    """True if what listens on host:port is the store of a torch launcher, as where one machine plays two.
+    """True if a torch launcher's store listens on host:port, for instance because one machine plays two.
 
-    It is asked in a process of its own: a client of something that never answers waits for ever, whatever its timeout.
+    A separate process asks, because a client of a silent server waits for ever, whatever its timeout.
     """
 
     def connect(answer: Callable[[bool], None]) -> None:
@@ -97,9 +97,9 @@ def is_torch_store(host: str, port: int, seconds: float) -> bool:
 
 
 def use_interface_of(address: str) -> None:
-    """Let gloo and NCCL use the interface that has this address; variables that the user has set stay.
+    """Let gloo and NCCL use the interface with this address; variables set by the user stay.
 
-    By themselves they look up the machine's name, whose address other machines may not reach.
+    By default they look up the machine's name, and other machines may not reach that address.
     """
     import fcntl
 

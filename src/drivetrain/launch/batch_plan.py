@@ -1,4 +1,4 @@
-"""Writes the stages of batch size that follow from the gradient noise scale which a run has logged (batch.plan=noise)."""
+"""Derives batch size stages from a run's logged gradient noise scale, and writes them (batch.plan=noise)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def stages(noise: Sequence[tuple[int, float]], epochs: int, smallest: int, most: int) -> list[tuple[int, int]]:
-    """The epoch at which each stage ends, and its batch, by the noise scales of epochs.
+    """The end epoch and batch of each stage, from the noise scales of epochs.
 
-    A batch is the largest doubling of the smallest one that is not above its epoch's median, nor `most`, and never falls.
+    A batch is the smallest one, doubled as often as its epoch's median and `most` allow. It never falls.
     """
     sizes = [smallest]
     for epoch in range(epochs):
@@ -34,7 +34,7 @@ def stages(noise: Sequence[tuple[int, float]], epochs: int, smallest: int, most:
 
 
 def write_plan(run_dir: Path, batch: Batch, epochs: int) -> None:
-    """Write the run's recipe with these stages beside it, and log which they are, where the batch asks for it."""
+    """If the batch asks for it, write a recipe with these stages next to the run's own, and log the stages."""
     if batch.plan is None:
         return
     found = records.read(run_dir / "metrics.jsonl").records

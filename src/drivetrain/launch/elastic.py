@@ -58,9 +58,9 @@ T = TypeVar("T")
 
 
 class FailureRecorder(logging.Handler):
-    """A context manager that silences torch's launcher; `reason` is why the ranks that failed last did so.
+    """A context manager that silences torch's launcher; `reason` explains the latest failure of ranks.
 
-    The launcher starts all ranks again by itself, and reports that to its log alone: a record there is the moment to look.
+    The launcher restarts all ranks by itself and reports that only in its log, so a log record triggers the look.
     """
 
     def __init__(self, folder: Path, monitor: HeartbeatMonitor) -> None:
@@ -69,7 +69,7 @@ class FailureRecorder(logging.Handler):
         self._monitor, self._undo = monitor, contextlib.ExitStack()
 
     def __enter__(self) -> FailureRecorder:
-        for logger in map(logging.getLogger, TORCH_LOGGERS):  # and those below them, whose records come here too
+        for logger in map(logging.getLogger, TORCH_LOGGERS):  # and their child loggers, whose records arrive here too
             self._undo.callback(setattr, logger, "propagate", logger.propagate)
             self._undo.callback(logger.removeHandler, self)
             logger.propagate = False
@@ -81,7 +81,7 @@ class FailureRecorder(logging.Handler):
         self._undo.close()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Read why ranks failed; what a rank says of a peer that is gone counts only where nothing else is known."""
+        """Read why ranks failed; a complaint about a lost peer counts only if no other reason is known."""
         if record.levelno < logging.ERROR or record.name != TELLS_OF_RANKS:
             return
         results = read_results(self.folder)
@@ -96,24 +96,24 @@ class FailureRecorder(logging.Handler):
 
 
 def ended_without_result(ranks: Mapping[int, int]) -> str:
-    """Return the error of ranks whose processes ended without writing a result: rank → exit code, 0 where it is not known."""
+    """Return the error of ranks whose processes ended without writing a result: rank → exit code, 0 if unknown."""
     names = " and ".join(f"rank {rank}" for rank in sorted(ranks)) or "a rank"
     return f"{names} ended without a result ({' and '.join(dict.fromkeys(map(_how, ranks.values()))) or _how(0)})"
 
 
 def _how(code: int) -> str:
-    """The end of a process in words, by its exit code: a signal's number is negative."""
+    """The end of a process in words, by its exit code; negative codes are signals."""
     if code in (0, -signal.SIGKILL):
         return "killed, or out of memory"
     return f"by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-PRINTED = re.compile(r"\d+\.log", re.ASCII)  # what a rank printed in this run and those before, which is kept
+PRINTED = re.compile(r"\d+\.log", re.ASCII)  # a rank's output in this run and earlier ones, which is kept
 
 
 @contextlib.contextmanager
 def rank_folder(run_dir: Path, several_machines: bool) -> Iterator[Path]:
-    """Yield <run>/ranks, emptied. With several machines they are copied there at the end, if the run's directory is here."""
+    """Yield <run>/ranks, emptied. With several machines, it is filled at the end on the machine with the run's directory."""
     folder = own = run_dir / "ranks"
     if several_machines:
         own = Path(tempfile.mkdtemp(dir=get_temp_dir()))  # goes with the run
@@ -129,9 +129,9 @@ def rank_folder(run_dir: Path, several_machines: bool) -> Iterator[Path]:
 
 
 def _empty(folder: Path) -> None:
-    """Make the folder, with nothing in it but ordinary files of what ranks printed.
+    """Make the folder, and keep only ordinary files of ranks' output in it.
 
-    The run's directory may have come from anybody: files are not written through a link, nor are strange ones gathered.
+    The run's directory may come from a stranger, so nothing is written through links and strange files are not collected.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         folder.unlink()
@@ -142,7 +142,7 @@ def _empty(folder: Path) -> None:
 
 
 def _gather_output(folder: Path) -> None:
-    """Append what each rank printed, in all its attempts, to <rank>.log, and remove the folders of torch's launcher."""
+    """Append each rank's output, from all its attempts, to <rank>.log, and remove the folders of torch's launcher."""
     for launched in folder.glob("drivetrain_*"):
         for printed in sorted(launched.glob("attempt_*/*/std*.log")):
             if printed.stat().st_size:
@@ -151,14 +151,14 @@ def _gather_output(folder: Path) -> None:
         files.remove(launched)
 
 
-LEFT_TO_TORCH = "SIGQUIT"  # torch sets handlers for at least one signal: for one that no scheduler sends
+LEFT_TO_TORCH = "SIGQUIT"  # torch demands at least one signal: one that no scheduler sends
 
 
 @contextmanager
 def raised_as_torch_does() -> Iterator[None]:
-    """Within the context a stop signal raises torch's SignalException, which ends the ranks, where it is not dropped.
+    """Within the context, a stop signal raises torch's SignalException, which ends the ranks, unless the signal is dropped.
 
-    A rank that was forked just now has this handler too. There the signal waits until the rank has its own.
+    A newly forked rank inherits this handler. There the signal waits until the rank has its own handler.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -174,7 +174,7 @@ def raised_as_torch_does() -> Iterator[None]:
         yield
 
 
-FINAL_CODES = {BAD_CONFIG, DIVERGED, INTERRUPTED}  # a rank that ended so would do it again: no restart
+FINAL_CODES = {BAD_CONFIG, DIVERGED, INTERRUPTED}  # a rank with such an end would repeat it: no restart
 PEERS_GONE = "the ranks of another machine are gone, or cannot be reached"
 ANSWER_S = 10  # within which the rendezvous answers
 SHUTDOWN_S = 5  # for ranks that wait for one that died
@@ -183,10 +183,10 @@ logger = logging.getLogger(__name__)
 
 
 def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: Callable[[Result], None] | None = None) -> Result:
-    """Run the job on the ranks of this machine; the run's result, or that of the rank that failed first.
+    """Run the job on the ranks of this machine. Return the run's result, or that of the first failed rank.
 
-    The ranks are forked: this process has imported torch and run nothing of it, so they start in 0.1 s. Of several machines
-    the one that gets rank 0 has the run's directory. Where torch's launcher waits for one that is gone, this process tells
+    The ranks are forked: this process has imported torch but run nothing of it, so they start in 0.1 s. Among several machines,
+    the one with rank 0 has the run's directory. If torch's launcher waits for a lost machine, this process calls
     `on_abandoned` and exits.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -218,7 +218,7 @@ def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: Callable[[Result], N
             try:
                 with raised_as_torch_does():
                     _launch_ranks(parallel, folder, job, run_dir, failures, quiet)
-            except ChildFailedError as error:  # most ranks have written why to their files
+            except ChildFailedError as error:  # most ranks have written the reason to their files
                 failed = {rank: failure.exitcode for rank, failure in error.failures.items()}
             except SignalException:
                 if not begun_ranks(folder):
@@ -227,17 +227,17 @@ def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: Callable[[Result], N
 
 
 class Gate:
-    """Holds the ranks that are forked until all of this machine are.
+    """Holds forked ranks until all ranks of this machine are forked.
 
-    A rank that connects to the launcher's store lets a thread of it look up a name, which takes a lock of the C library. A rank
-    that is forked at this moment would find the lock taken, and wait for it for ever.
+    When a rank connects to the launcher's store, a thread of the store looks up a name under a lock of the C library. A rank
+    forked at this moment would inherit the taken lock and wait for ever.
     """
 
     def __init__(self) -> None:
-        self._ends = (-1, -1)  # of a pipe: its writing end is open while ranks are forked
+        self._ends = (-1, -1)  # reading end of a pipe; the writing end stays open during the forks
 
     def around(self, start: Callable[P, T]) -> Callable[P, T]:
-        """Return a function that holds the ranks which `start` forks until it has returned."""
+        """Return a version of `start` that holds its forked ranks until it returns."""
 
         def started(*args: P.args, **kwargs: P.kwargs) -> T:
             self._ends = os.pipe()
@@ -254,7 +254,7 @@ class Gate:
         """In a rank: wait for the others."""
         reading, writing = self._ends
         os.close(writing)
-        os.read(reading, 1)  # it ends when nobody has the other end any more
+        os.read(reading, 1)  # returns when nobody holds the other end any more
         os.close(reading)
 
 
@@ -266,7 +266,7 @@ def _launch_ranks(parallel: ProcessGroupStrategy, folder: Path, *of_entry: objec
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
     from torch.distributed.launcher.api import elastic_launch
 
-    # Torch looks for the source of every frame to name an event that nobody records: most of a second for each start.
+    # Torch searches the source of every frame to name an unrecorded event: most of a second per start.
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     gate = Gate()
     local_elastic_agent.start_processes = gate.around(start_processes)
@@ -275,12 +275,12 @@ def _launch_ranks(parallel: ProcessGroupStrategy, folder: Path, *of_entry: objec
     except RendezvousConnectionError:
         if parallel.nnodes == 1:
             raise
-        # Two launchers on one host started at the same moment, and the other one took the port: it answers now.
+        # Two launchers on one host started at the same moment. The other one has the port and answers now.
         elastic_launch(_launch_config(parallel, folder), _rank_entry)(gate, *of_entry)
 
 
 def _launch_config(parallel: ProcessGroupStrategy, folder: Path) -> LaunchConfig:
-    """The settings of torch's launcher. Raises UserError where the rendezvous cannot be used."""
+    """The settings of torch's launcher. Raises UserError if the rendezvous is unusable."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -309,14 +309,14 @@ def _rendezvous(parallel: ProcessGroupStrategy) -> tuple[str, JsonObject]:
     port = int(given)
     address = local_address_towards(host, port)
     here = can_listen(host)
-    is_host = here and can_listen(host, port)  # where one machine plays two, the first of them is
+    is_host = here and can_listen(host, port)  # if one machine plays two, the first of them is
     if not here:  # the machine that has the address opens the store
         wait_for_listener(host, port, parallel.rendezvous_s)
     if not is_host and not is_torch_store(host, port, ANSWER_S):
         what = (
             f"port {port} of this machine is in use by something else"
             if here
-            else f"what answers there is none of this run's machines (another program, or a firewall on the way to {host})"
+            else f"the answer there is not from one of this run's machines (another program, or a firewall on the way to {host})"
         )
         raise UserError(f"parallel.rendezvous={parallel.rendezvous}: {what}: set a free port, the same on each machine")
     use_interface_of(address)
@@ -325,7 +325,7 @@ def _rendezvous(parallel: ProcessGroupStrategy) -> tuple[str, JsonObject]:
 
 @contextlib.contextmanager
 def _rendezvous_errors(parallel: ProcessGroupStrategy) -> Iterator[None]:
-    """Within the context machines that do not meet are a UserError, which says what to set."""
+    """Within the context, turn a failed meeting of machines into a UserError that names the setting."""
     from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
     try:
@@ -349,7 +349,7 @@ def _rendezvous_errors(parallel: ProcessGroupStrategy) -> Iterator[None]:
 def _rank_entry(gate: Gate, job: Job, run_dir: Path, failures: FailureRecorder, quiet: bool) -> None:
     """The main function of a rank's process: write its result to <rank>.json and exit with its code.
 
-    After a restart `failures` has the reason, as it was when this process was forked.
+    After a restart `failures` has the reason known when this process was forked.
     """
     disown_garbage()
     world, folder = world_of_environment(), failures.folder
@@ -364,7 +364,7 @@ def _rank_entry(gate: Gate, job: Job, run_dir: Path, failures: FailureRecorder, 
     gate.wait()
     with StopFlag() as stop, contextlib.ExitStack() as stack:
         if world.rank == 0:
-            if job.run.parallel.nnodes > 1:  # only now it is known that the run's directory belongs on this machine
+            if job.run.parallel.nnodes > 1:  # only now this machine is known to hold the run's directory
                 if not run_dir.is_dir():
                     directory.make(run_dir)
                 stack.enter_context(directory.locked(run_dir))
@@ -373,7 +373,7 @@ def _rank_entry(gate: Gate, job: Job, run_dir: Path, failures: FailureRecorder, 
             if restarts:
                 _restart_from_newest(job, run_dir, failures.reason or "a rank of another machine was lost", restarts)
         result = run_rank(job, world, run_dir, stop, quiet)
-    with contextlib.suppress(OSError):  # a full disk, or a directory that was removed: the exit code tells that it failed
+    with contextlib.suppress(OSError):  # a full disk or a removed directory: the exit code still reports the failure
         folder = held.folder() or folder
         write_json(folder / f"{world.rank}.json", {**asdict(result), "time": process.now(), "run_dir": None})
     if result.code:
@@ -383,7 +383,7 @@ def _rank_entry(gate: Gate, job: Job, run_dir: Path, failures: FailureRecorder, 
 
 def _restart_from_newest(job: Job, run_dir: Path, reason: str, restarts: int) -> None:
     """Set the job's checkpoint to the newest valid one, and log it with the reason of the restart."""
-    manifest.recover(run_dir)  # the run's own process has locked it
+    manifest.recover(run_dir)  # the run's own process holds the lock
     job.checkpoint, problems = manifest.newest_valid(run_dir)
     where = f"from {job.checkpoint}" if job.checkpoint else "from the beginning"
     for line in [*problems, f"{reason}: all start again {where} (restart {restarts})"]:
@@ -391,7 +391,7 @@ def _restart_from_newest(job: Job, run_dir: Path, reason: str, restarts: int) ->
 
 
 def _final_code(folder: Path) -> int:
-    """The exit code of a rank of this machine that starting again would not change; 0 where there is none."""
+    """The exit code of a local rank that a restart would not change; 0 without one."""
     results = read_results(folder).values()
     return next((int(r["code"]) for r in results if r["code"] in FINAL_CODES and not is_peer_failure(r["error"])), 0)
 
@@ -427,7 +427,7 @@ def _result_of_ranks(
 
 
 def _first_failure(failed: RankResults) -> tuple[str, str, int]:
-    """Status, error and code of the rank that failed first of its own accord; the error names it where that tells anything."""
+    """Status, error and code of the first rank that failed by itself; the error names the rank if that helps."""
     own = {rank: found for rank, found in failed.items() if not is_peer_failure(found["error"])} or failed
     rank = min(own, key=lambda rank: own[rank]["time"])
     named = len({found["error"] for found in own.values()}) > 1 or (len(own) == 1 and rank)
@@ -435,7 +435,7 @@ def _first_failure(failed: RankResults) -> tuple[str, str, int]:
 
 
 def end_without_peers(result: Result, run_dir: Path, error: str) -> None:
-    """Fill in status, error and code of ranks that failed only because others were gone."""
+    """Fill in status, error and code of ranks that failed only for lack of others."""
     result.status, result.error, result.code = "failed", error, FAILED
     if manifest.checkpoints(run_dir):
         result.status, result.error, result.code = "interrupted", f"{error}: go on with resume={run_dir}", INTERRUPTED

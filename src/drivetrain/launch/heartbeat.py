@@ -1,4 +1,4 @@
-"""Watches whether the ranks of this machine live and progress, and asks those that hang for their stacks."""
+"""Watches the life and progress of this machine's ranks, and collects the stacks of hanging ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 INTERVAL_S = 1.0
 ABANDONED_AFTER_S = 12.0
-ABANDONED_AFTER_RESTARTABLE_S = 75.0  # while ranks may start again: those of other machines first write a last checkpoint
+ABANDONED_AFTER_RESTARTABLE_S = 75.0  # with restarts left: other machines' ranks first write a last checkpoint
 STACK_WAIT_S = 2.0  # for a rank's stack
 STOPPED = ("T", "t")  # process states: stopped by a signal, by a debugger
 STACK_SIGNAL = signal.SIGUSR2  # asks a rank for its Python stack
@@ -32,14 +32,14 @@ RankResults = dict[int, JsonObject]  # rank → the content of its result file
 
 
 def start_heartbeat(folder: Path, rank: int) -> None:
-    """Start the thread that touches `folder`/<rank>.heartbeat, which holds this process's id; write stacks beside it."""
+    """Start the thread that touches `folder`/<rank>.heartbeat, which holds this process's id; write stacks next to it."""
     file = folder / f"{rank}.heartbeat"
     with files.opened(file, "w") as opened:
         opened.write(str(os.getpid()))
-    stack = files.opened(folder / f"{rank}.stack", "a")  # appended to: the stack of before a restart stays
+    stack = files.opened(folder / f"{rank}.stack", "a")  # append, so that the stack from before a restart stays
     faulthandler.register(STACK_SIGNAL, stack, all_threads=True)
 
-    end_with_parent()  # without the launcher the ranks would wait for its store, and hold the run, which can be gone on with
+    end_with_parent()  # without the launcher, ranks would wait for its store and keep a resumable run locked
 
     def touch() -> None:
         while True:
@@ -53,9 +53,9 @@ def start_heartbeat(folder: Path, rank: int) -> None:
 class HeartbeatMonitor:
     """A context manager that ends ranks of this machine without a heartbeat; `ended` holds the reason of each.
 
-    A stopped process is ended after `heartbeat_timeout_s`, any other after `stuck_s`: one long call into a library may
-    keep the heartbeat's thread from running. `abandoned` is called, in the monitor's thread, when all ranks have ended, at least
-    one of them with an error, and torch's launcher has not noticed: it waits for a machine that is out of reach.
+    A stopped process is ended after `heartbeat_timeout_s`, any other after `stuck_s`, because one long library call may block
+    the heartbeat's thread. The monitor's thread calls `abandoned` when all ranks have ended, at least one with an error, and
+    torch's launcher still waits for an unreachable machine.
     """
 
     def __init__(self, folder: Path, heartbeat_timeout_s: float, stuck_s: float, restarts: bool = False) -> None:
@@ -87,12 +87,12 @@ class HeartbeatMonitor:
                     self._check(file)
 
     def _check(self, file: Path) -> None:
-        # Checks are counted and not timed: a clock goes on while the machine sleeps, with the ranks and the monitor on it.
+        # Count checks, not time: a clock goes on while the machine sleeps, and ranks and monitor sleep with it.
         beat, (before, checks) = file.lstat().st_mtime, self._last.get(file, (0.0, 0))
         checks = checks + 1 if beat == before else 0
         self._last[file] = beat, checks
         rank = int(file.stem)
-        if not checks:  # a rank that was ended has started again
+        if not checks:  # an ended rank has started again
             self.ended.pop(rank, None)
         silent_s = checks * INTERVAL_S
         if silent_s <= min(self._heartbeat_timeout_s, self._stuck_s) or file.with_suffix(".json").exists():
@@ -125,7 +125,7 @@ class HeartbeatMonitor:
 
 
 def process_state(process: int) -> str | None:
-    """The state of a child process, one letter as in /proc; None where it has ended, or where there is no /proc."""
+    """The state of a child process, one letter as in /proc; None if it has ended or without /proc."""
     try:
         state, parent = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
     except OSError:
@@ -134,14 +134,14 @@ def process_state(process: int) -> str | None:
 
 
 def _ask_for_stack(process: int) -> None:
-    """Send the signal to the main thread, whose stack then is that of where it was stuck; another thread would run on first."""
+    """Send the signal to the main thread, so that its stack shows where it hangs; another thread would run on first."""
     send_to_thread = getattr(ctypes.CDLL(None), "tgkill", None)
     if send_to_thread is None or send_to_thread(process, process, STACK_SIGNAL) != 0:
         os.kill(process, STACK_SIGNAL)
 
 
 def begun_ranks(folder: Path) -> list[int]:
-    """The ranks that have begun here, in order."""
+    """The started ranks of this machine, in order."""
     return sorted(int(file.stem) for file in folder.glob("*.heartbeat"))
 
 

@@ -1,4 +1,4 @@
-"""A job: overrides composed and validated, with the run that it resumes, before any process starts."""
+"""A job: composed and validated overrides, with the resumed run if any, before any process starts."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ OURS = "# written by drivetrain\n"  # the first line of our hydra.yaml
 def _leave_hydras_folder(run_dir: Path, config: str, composed: Composed, settings: HydraSettings, resumed: bool = False) -> None:
     """Write `config`, the unresolved config as YAML, overrides.yaml and hydra.yaml; for a resumed run config.yaml alone.
 
-    What Hydra itself wrote, for a script with @hydra.main that this run is part of, is left as it is.
+    Files by Hydra itself, for a surrounding script with @hydra.main, stay unchanged.
     """
     folder = run_dir / ".hydra"
-    if folder.is_symlink():  # it would be followed to a folder elsewhere
+    if folder.is_symlink():  # writing would follow it to another folder
         return
     if (hydras := folder / "hydra.yaml").exists():
         try:
@@ -61,53 +61,53 @@ def _leave_hydras_folder(run_dir: Path, config: str, composed: Composed, setting
 
 logger = logging.getLogger(__name__)
 
-# The keys that are read of environment.json, with the type that each must have.
+# The keys read from environment.json, with their types.
 _READ: JsonObject = {"machine_local": dict[str, object] | None, "config_dirs": list[str] | None}
 
 
 @dataclass
 class Job:
-    """A validated run that has not started."""
+    """A validated run before its start."""
 
     composed: Composed
     run: RunSpec
     config_hash: str
     machine_local_keys: set[str]
-    run_dir: Path | None = None  # of a run that is resumed
+    run_dir: Path | None = None  # of a resumed run
     checkpoint: Path | None = None
-    trained_on: JsonObject | None = None  # the fingerprint of its training set, where it had ended before
-    notices: list[str] = field(default_factory=list)  # what the user should know when the job starts
-    told: bool = False  # a run with another seed has said what the user should know
-    shared: Recipe | None = None  # the recipe that was named, whose hash is checked when the job starts
+    trained_on: JsonObject | None = None  # the fingerprint of the training set, if the resumed run had ended
+    notices: list[str] = field(default_factory=list)  # messages for the user at the job's start
+    told: bool = False  # a run with another seed has already shown the notices
+    shared: Recipe | None = None  # the named recipe; its hash is checked at the job's start
     hydra: HydraSettings = field(default_factory=HydraSettings)
     attach: Callable[[Trainer], None] | None = None  # called with each rank's finished trainer, before it fits
-    work: Callable[[Trainer], None] | None = None  # called with each rank's finished trainer, in place of training
+    work: Callable[[Trainer], None] | None = None  # called with each rank's finished trainer, instead of training
 
     @property
     def not_compared(self) -> set[str]:
-        """The keys in which the same run may differ: machine-local ones, without those that make another run."""
+        """The keys in which one run may differ: machine-local ones, except those that would make another run."""
         return self.machine_local_keys - check.identifying_keys(self.run)
 
     def log_notices(self) -> None:
-        """Log what composing found, also under `--quiet`. Composing itself is silent: sweeps and measuring compose many jobs."""
+        """Log the notices of composing, even under `--quiet`. Composing is silent: sweeps and measuring compose many jobs."""
         if self.told:
             return
         for line in [*self.notices, *recipe_file.notices(self.shared, self.composed.config_dirs, self.run.values["trust"])]:
             logger.warning("%s", line)
 
     def make_run_dir(self) -> Path:
-        """Create the run's directory: the one that hydra.run.dir names, or a new one. Raises UserError."""
+        """Create the run's directory: the one named by hydra.run.dir, or a new one. Raises UserError."""
         run_dir = self.new_run_dir()
         refuse(directory.cannot_take(run_dir, "hydra.run.dir"))
         directory.make(run_dir, exist_ok="run.dir" in self.hydra.given)
         return run_dir
 
     def new_run_dir(self) -> Path:
-        """The path of the run's directory, which is not created."""
+        """The path of the run's directory, without creating it."""
         return self.hydra.path("run.dir", self.composed) or directory.new(Path(self.run.values["output_dir"]))
 
     def write_files(self, run_dir: Path) -> None:
-        """Write recipe.yaml, config.yaml and environment.json; a resumed run's are replaced, as its length may have changed."""
+        """Write recipe.yaml, config.yaml and environment.json; replace a resumed run's, because its length may differ."""
         local = identity.machine_local_overrides(self.composed, self.machine_local_keys)
         about = environment.describe(self.composed.overrides, self.config_hash, local)
         about["config_dirs"] = [str(Path(folder).resolve()) for folder in self.composed.config_dirs]
@@ -125,7 +125,7 @@ class Job:
         _leave_hydras_folder(run_dir, config, self.composed, self.hydra, resumed=self.run_dir is not None)
 
     def _origin(self, run_dir: Path) -> object:
-        """The source of the recipe, for the record; of a run that is resumed it is in the record already."""
+        """The source of the recipe, for the record; a resumed run's record already has it."""
         recipe = self.composed.recipe
         if recipe is not None and recipe.source is not None:
             return recipe.source.record()
@@ -143,8 +143,8 @@ def prepare(
 ) -> Job:
     """Overrides → a validated job. Raises UserError with all problems; writes nothing and does not import torch.
 
-    `hydra` holds Hydra's settings of a single run; among the overrides they are refused.
-    `cell` is used instead of `recipe=`: the recipe that was read already, or one cell of its sweep, for which `of_cell` stand.
+    `hydra` holds Hydra's settings of a single run; overrides may not contain them. `cell` replaces `recipe=`: a recipe that was
+    read already, or one cell of its sweep with `of_cell` as its overrides.
     """
     refuse(
         f"{text!r} is no UTF-8, as a run's files are: give it another name"
@@ -175,12 +175,12 @@ def prepare(
 
 
 def _is_bytes(text: str) -> bool:
-    """True if a text stands for bytes that are no UTF-8, as a file's name may."""
+    """True if a text stands for bytes that are not UTF-8, as a file name may."""
     return bool(re.search("[\ud800-\udfff]", text))
 
 
 def prepare_run(words: Sequence[str], config_dirs: Sequence[str] = ()) -> Job:
-    """As `prepare`, for a single run whose words may be Hydra's: its idioms, and its settings such as hydra.run.dir."""
+    """Like `prepare`, for a single run with Hydra's idioms and settings, such as hydra.run.dir."""
     settings, overrides = hydra_words.split(hydra_words.translated(words, config_dirs))
     settings.check_one_run()
     return prepare(overrides, config_dirs, hydra=settings)
@@ -197,7 +197,7 @@ def _given_twice(words: Sequence[str]) -> list[str]:
 def checked(composed: Composed, own: bool = False, used: Collection[str] | None = None) -> Job:
     """Validate a composed config as a job. Raises UserError. With `own` its recipe is a run's, with machine-local choices.
 
-    `used` names the groups whose rules are asked; None: all.
+    `used` names the groups to validate; None: all.
     """
     run = check.validate(composed, own, used)
     local = check.machine_local_keys(run)
@@ -208,12 +208,12 @@ def checked(composed: Composed, own: bool = False, used: Collection[str] | None 
 
 
 def _all_runs(run: RunSpec) -> list[RunSpec]:
-    """The options of a run, and of each of its stages."""
+    """The options of a run and of each stage."""
     return [run, *(stage.run for stage in run.stages)]
 
 
 def device_problems(jobs: Iterable[Job | None]) -> list[str]:
-    """The problems of torch, this machine's device or a library that make any of these jobs, or their stages, impossible."""
+    """The problems of torch, this machine's device or a library that prevent any of these jobs or their stages."""
     problems: list[str] = []
     for run in (run for job in jobs if job is not None for run in _all_runs(job.run)):
         with collecting(problems):
@@ -239,7 +239,7 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     if different and not job.run.values["resume_changed"]:
         shorter = [line for line in different if line.partition(":")[0] in identity.MAY_LENGTHEN]
         other = [line for line in different if line not in shorter]
-        problems = [f"the config differs from the run's, and only its length may: {'; '.join(other)}"] if other else []
+        problems = [f"the config differs from the run's, but only the length may: {'; '.join(other)}"] if other else []
         if shorter:
             ends = " or ".join(f"{key}={recorded_config.get(key)}" for key in identity.MAY_LENGTHEN if recorded_config.get(key))
             problems.append(f"{'; '.join(shorter)}: a run may only become longer, and this one ends after {ends}: set more of it")
@@ -278,19 +278,19 @@ def recorded_settings(recorded: JsonObject, words: Sequence[str]) -> JsonObject:
 
 
 def is_of_this_user(recorded: dict[str, object]) -> bool:
-    """True if this user recorded the run on this machine, and nobody has changed what it says of trust, paths and devices."""
+    """True if this user recorded the run on this machine, and its trust, paths and devices are unchanged since."""
     return home.is_own(_of_this_machine(recorded), recorded.get("signature"))
 
 
 def _of_this_machine(recorded: dict[str, object]) -> list[object]:
-    """The part of a run's record that is about this machine: the part of environment.json that is signed."""
+    """The machine's part of a run's record: the signed part of environment.json."""
     return [recorded.get("machine_local"), recorded.get("config_dirs")]
 
 
 def _refuse_settings_of_strangers(run_dir: Path, settings: JsonObject, recorded: JsonObject, composed: Composed) -> None:
-    """Refuse to resume a run that another user, machine or hand recorded, if it needs settings that only the operator may give.
+    """Refuse to resume a run with a foreign or edited record if it needs settings that only the operator may give.
 
-    Nothing of the run's package or folders has been imported yet. Raises UserError.
+    Call it before importing anything from the run's package or folders. Raises UserError.
     """
     defaults = flatten(composed.unresolved) | composed.choices
     wanted = [f"{k}={format_value(v)}" for k, v in settings.items() if defaults.get(k) != v]
@@ -303,7 +303,7 @@ def _refuse_settings_of_strangers(run_dir: Path, settings: JsonObject, recorded:
 
 
 def recorded_environment(run_dir: Path, setting: str = "") -> JsonObject:
-    """A run's environment.json. Raises UserError where this is no run's directory; the message begins with `setting`."""
+    """A run's environment.json. Raises UserError if this is no run's directory; the message begins with `setting`."""
     if (run_dir / "jobs.json").is_file():
         hint = "say -m before it to go on with what is left of it" if setting else "name one of the runs in it"
         raise UserError(f"{setting}{run_dir} is a sweep: {hint}")
@@ -333,7 +333,7 @@ def _from_newest_checkpoint(job: Job, run_dir: Path) -> Job:
 
 
 def _newest_unfinished(job: Job) -> Job:
-    """The job, continuing the newest unfinished run of the same config where there is one that no process runs."""
+    """The job, continuing the newest unfinished run of the same config if one exists that no process runs."""
     named = job.hydra.path("run.dir", job.composed)
     for run_dir in directory.newest_first(Path(job.run.values["output_dir"])) if named is None else [named]:
         result = Result.read(run_dir)

@@ -1,4 +1,4 @@
-"""What a completed run's figures say, and those of its data's baseline."""
+"""Remarks on a completed run's figures, and a comparison with its data's baseline."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def of_curves_and_test(result: Result, trainer: Trainer) -> Iterator[str]:
 
 
 def commonest(source: Source) -> float | None:
-    """The share of a set's commonest class, where its labels are known without reading the samples."""
+    """The share of a set's commonest class, if labels are known without reading the samples."""
     labels = source.labels() if source.own_code is None else None
     return None if labels is None or labels.ndim != 1 else (labels == labels.mode().values).sum().item() / len(labels)
 
 
 def against_baseline(result: Result, trainer: Trainer, context: RunContext) -> Iterator[tuple[bool, str]]:
-    """Measure the baseline that the data asks for as the model was; yield whether it is better, and that in words.
+    """Measure the data's baseline like the model; yield whether it is better, and a sentence about it.
 
-    Called on all ranks. One that cannot be measured is a warning: what was trained is kept.
+    Called on all ranks. A baseline that cannot be measured only warns: the trained model is kept.
     """
     began, own, evaluator = time.perf_counter(), time.monotonic() - process.started, trainer.evaluator
     try:

@@ -1,4 +1,4 @@
-"""One job to its result: its directory, its processes, and how it ended. `worker` trains one rank of it."""
+"""Runs one job: its directory, its processes and its end. `worker` trains one rank of it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from drivetrain.saving.space import NoRoom
 from drivetrain.ui import logs, output, recipe_tree
 from drivetrain.ui.pages import runs as run_pages
 
-RUN_DIR_FILE = "DRIVETRAIN_RUN_DIR_FILE"  # in a child's environment: a file to which it writes its run's directory
+RUN_DIR_FILE = "DRIVETRAIN_RUN_DIR_FILE"  # in a child's environment: the file for the path of its run's directory
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ logger = logging.getLogger(__name__)
 def train(
     config: Sequence[str] | Mapping[str, object], config_dirs: Sequence[str] = (), keywords: Mapping[str, object] | None = None
 ) -> Result:
-    """`drivetrain.train`: train in this process, or in a new one where the run has ranks or tries something before it starts.
+    """`drivetrain.train`: train in this process, or in a new one if the run has ranks or trials.
 
-    A signal that stopped the run does afterwards what it would have done: it ends the caller's program, unless that handles it.
+    A signal that stopped the run is raised again afterwards: it ends the caller's program, unless that handles it.
     """
     process.restart_clock()
     end_with_users_parent()
@@ -74,7 +74,7 @@ def train(
         if ended.signal:
             signal.raise_signal(ended.signal)
         return ended
-    # Ranks and trials are forked, from a process that has run nothing of torch where that can be; this one may have.
+    # Ranks and trials are forked, if possible from a process that has run nothing of torch; this one may have.
     with directory.temporary() as folder, SignalForwarder() as signals:
         run_dir_file = folder / "run_dir"
         errors = in_new_interpreter("drivetrain", overrides, config_dirs, signals, {RUN_DIR_FILE: str(run_dir_file)})
@@ -92,7 +92,7 @@ def in_new_interpreter(
 ) -> list[str]:  # fmt: skip
     """Run `train` of a module in a new interpreter, with these variables in its environment; its errors, or its exit code.
 
-    A `quiet` one shows nothing, and its standard input stays open for as long as this process lives.
+    A `quiet` one shows nothing. Its standard input stays open as long as this process lives.
     """
     folders = [word for folder in config_dirs for word in ("--config-dir", str(folder))]
     env = {**os.environ, "PYTHONPATH": process.import_path(), **(variables or {})}
@@ -110,7 +110,7 @@ def in_new_interpreter(
 
 
 def _into_hydras_directory(config: Mapping[str, object]) -> list[str]:
-    """The override that puts the run into the output directory of Hydra's job around it, if that has no run and none is set."""
+    """The override for the output directory of the surrounding Hydra job, if that has no run and no directory is set."""
     from drivetrain.core.options.hydra_parts import HydraConfig
 
     if not HydraConfig.initialized() or config.get("output_dir", "outputs") != "outputs":
@@ -120,11 +120,11 @@ def _into_hydras_directory(config: Mapping[str, object]) -> list[str]:
 
 
 def launch(job: Job, run_dir: Path | None = None, quiet: bool = False, stop: StopFlag | None = None) -> Result:
-    """Run a job to its end, in `run_dir` or a new directory. Raises UserError where it cannot begin; then it leaves no files.
+    """Run a job to its end, in `run_dir` or a new directory. Raises UserError if it cannot begin, and then leaves no files.
 
     `stop` takes its signals, until the result is written.
     """
-    import torch  # noqa: F401 - the run changes its settings, which are given back
+    import torch  # noqa: F401 - the run changes its settings and restores them
 
     with isolation.isolated(), directory.temporary():
         return _launch(job, run_dir, quiet, stop or StopFlag())
@@ -140,7 +140,7 @@ def _launch(job: Job, run_dir: Path | None, quiet: bool, stop: StopFlag) -> Resu
         for group, option in job.run.tried().items()
         if world.size > 1 and option.needs_trial
     )
-    if world.rank != 0:  # another launcher started it beside rank 0, which has the run's directory
+    if world.rank != 0:  # started by another launcher along with rank 0, which has the run's directory
         with stop:
             return run_rank(job, world, NO_RUN_DIR, stop, quiet=True)
     if world.size == 1 and job.work is None:  # which does not train
@@ -158,7 +158,7 @@ def _launch(job: Job, run_dir: Path | None, quiet: bool, stop: StopFlag) -> Resu
             directory.remove(run_dir)
         raise
     if result.code == BAD_CONFIG and not result.updates and is_new:
-        directory.remove(run_dir)  # it never was a run
+        directory.remove(run_dir)  # it never became a run
         raise UserError(str(result.error).splitlines())
     return result
 
@@ -166,7 +166,7 @@ def _launch(job: Job, run_dir: Path | None, quiet: bool, stop: StopFlag) -> Resu
 def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool, stop: StopFlag) -> Result:
     """Run a job on this machine, in a directory that this process has locked."""
     held = RunDirHandle(run_dir)
-    if job.work is None:  # else the directory is gone when the work is done
+    if job.work is None:  # otherwise the directory would be gone after the work
         with space.reserved(run_dir):
             job.write_files(run_dir)
     _tell_parent(run_dir)
@@ -175,12 +175,12 @@ def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool, stop: StopFla
     (run_dir / "result.json").unlink(missing_ok=True)
     with logs.to_file(run_dir / "log.txt"):
         _announce(job, quiet)
-        with stop:  # from now on a signal is an interruption, with a result
+        with stop:  # from now on a signal interrupts the run, with a result
             if job.run.parallel.distributed and launched() is None:
                 result = elastic.run(job, run_dir, quiet)
             else:
                 result = run_rank(job, world, run_dir, stop, quiet)
-            # Under torchrun or Slurm a rank outlives a peer that is gone, and only torch's error tells.
+            # Under torchrun or Slurm a rank outlives a lost peer, and only torch's error shows the loss.
             if world.size > 1 and result.code == FAILED and is_peer_failure(result.error):
                 elastic.end_without_peers(result, run_dir, PEER_GONE)
             _write_end(result, job, held)
@@ -189,12 +189,12 @@ def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool, stop: StopFla
 
 
 def _write_end(result: Result, job: Job, held: RunDirHandle) -> None:
-    """Write the result to where the run's directory is now. One that was made anew gets what resuming needs."""
+    """Write the result to the current path of the run's directory. A newly made directory gets all files for resuming."""
     try:
         run_dir = held.place()
         space.release(run_dir)
         if result.status == "failed" and held.folder() != held.path and f"resume={run_dir}" not in str(result.error):
-            result.error = f"{held.path} was moved away or removed while the run trained: what is left of it is in {run_dir}"
+            result.error = f"{held.path} was moved away or removed while the run trained: the rest of it is in {run_dir}"
         if run_dir != held.path and not (run_dir / "environment.json").exists():
             job.write_files(run_dir)
         _write_result(result, job, run_dir)
@@ -235,18 +235,18 @@ def _announce(job: Job, quiet: bool) -> None:
 
 
 def started_from_python() -> bool:
-    """True if `drivetrain.train` started this process for a run of several ranks: whoever called it shows the result."""
+    """True if `drivetrain.train` started this process for a run of several ranks: the caller shows the result."""
     return RUN_DIR_FILE in os.environ
 
 
 def _tell_parent(run_dir: Path) -> None:
-    """Write the run's directory to the file that a parent process asked for."""
+    """Write the path of the run's directory to the file requested by a parent process."""
     if started_from_python():
         Path(os.environ[RUN_DIR_FILE]).write_text(str(run_dir), encoding="utf-8")
 
 
 def _write_result(result: Result, job: Job, run_dir: Path) -> None:
-    """Complete the result of a run, write its file and its page, and tell a parent process where."""
+    """Complete the result of a run, write its file and page, and pass the path to a parent process."""
     _tell_parent(run_dir)
     result.wall_s = time.monotonic() - process.started
     result.run_dir = run_dir
@@ -261,12 +261,12 @@ def _write_result(result: Result, job: Job, run_dir: Path) -> None:
 def overrides_of(config: Mapping[str, object] | DictConfig, config_dirs: Sequence[str] = ()) -> list[str]:
     """The overrides that make this config.
 
-    A group is the name of an option (`optimizer: sgd`), or a section that Hydra composed from drivetrain's conf/, whose
-    `_target_` says which option it is, or keys of the option that runs anyway. References are resolved, but those to the
-    environment stay as they are, so that no secret is written. Raises UserError with every problem.
+    A group is the name of an option (`optimizer: sgd`), or a section that Hydra composed from drivetrain's conf/ (`_target_`
+    identifies the option), or keys of the default option. References are resolved, except those to the environment, so that
+    no secret is written. Raises UserError with every problem.
     """
     plain = _resolved(config if isinstance(config, DictConfig) else OmegaConf.create(dict(config)))
-    plain.pop("hydra", None)  # what `--cfg all` shows beside the run's own config
+    plain.pop("hydra", None)  # shown by `--cfg all` in addition to the run's own config
     words: list[str] = []
     problems: list[str] = []
     for key, value in plain.items():
@@ -280,7 +280,7 @@ def _resolved(config: DictConfig) -> dict[str, object]:
     """The config as plain dicts and lists. Raises UserError."""
     from drivetrain.core.options.hydra_parts import oc, register_resolver
 
-    try:  # a reference to the environment stays as it is
+    try:  # a reference to the environment stays unresolved
         reference = "${{oc.env:{}}}".format
         register_resolver("oc.env", lambda *given: reference(",".join(map(str, given))), replace=True)
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
@@ -312,19 +312,19 @@ def _group(group: str, value: object, config_dirs: Sequence[str]) -> Iterator[st
 
 
 def _option_of(group: str, section: Mapping[str, object], known: Mapping[str, Mapping[str, object]]) -> str:
-    """The option that a section was composed from: of those with its class, the one that most of its values agree with."""
+    """The option behind a section: among options of its class, the one with the most equal values."""
     same = [name for name, own in known.items() if own.get("_target_") == section["_target_"]]
     if not same:
         hint = did_you_mean(str(section["_target_"]).rpartition(".")[2].lower(), known)
         raise UserError(
-            f"{group}._target_={section['_target_']} is the class of no option of {group}: name one as {group}: NAME ({hint}), "
+            f"{group}._target_={section['_target_']} is the class of no option of {group}: choose one by {group}: NAME ({hint}), "
             "or add your own by config_dirs"
         )
     return max(same, key=lambda name: sum(section.get(setting) == value for setting, value in known[name].items()))
 
 
 def _values(key: str, value: object) -> Iterator[str]:
-    """A value, or each value of a mapping, as overrides; a mapping whose keys are the user's stays whole."""
+    """A value, or each value of a mapping, as overrides; a mapping with the user's own keys stays whole."""
     if isinstance(value, Mapping) and value and key.rpartition(".")[2] not in OPEN:
         for name, inner in value.items():
             yield from _values(f"{key}.{name}", inner)

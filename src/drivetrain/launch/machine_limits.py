@@ -1,4 +1,4 @@
-"""Explains errors of a machine whose limits a run has reached: open files, shared memory, and a process's address space."""
+"""Explains errors at a machine's limits: open files, shared memory, and a process's address space."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ SHARED_MEMORY = (
     "insufficient shared memory", "Bus error", "shm_open", "/dev/shm", "unable to write to file </torch_",
     "unable to allocate shared memory",
 )  # fmt: skip
-NO_ADDRESSES = ("failed to map segment", "annot allocate memory", "unable to mmap")  # of libraries that cannot be loaded
+NO_ADDRESSES = ("failed to map segment", "annot allocate memory", "unable to mmap")  # from libraries that fail to load
 TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
-FULL = 2**20  # bytes that are free of memory that processes share
+FULL = 2**20  # free bytes of shared memory
 
 
 def explain(error: BaseException) -> str | None:
-    """Return what is exhausted and what to set; None for other errors."""
+    """Return the exhausted resource and the setting to change; None for other errors."""
     text = f"{error} {error.__cause__ or ''}"
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE) or any(sign in text for sign in TOO_MANY_FILES):
@@ -32,20 +32,20 @@ def explain(error: BaseException) -> str | None:
     if any(sign in text for sign in SHARED_MEMORY) or (no_file and free < FULL):
         has = f" (/dev/shm has {size / 2**20:,.1f} MB, {free / 2**20:,.1f} MB free)" if size else ""
         return (
-            f"the memory that processes share is used up{has}: make /dev/shm larger (docker run --shm-size=8g, or "
-            "--ipc=host), lower loader.num_workers or loader.prefetch_factor, or set loader=threads, whose threads need none"
+            f"shared memory is used up{has}: make /dev/shm larger (docker run --shm-size=8g, or "
+            "--ipc=host), lower loader.num_workers or loader.prefetch_factor, or set loader=threads, which needs none"
         )
     no_room = isinstance(error, MemoryError) or any(sign in text for sign in NO_ADDRESSES)
     if no_room and (limit := _limit("AS")):
         return (
-            f"this process may not have more memory{limit}, which its libraries count against: raise the limit of the address "
+            f"this process may not have more memory{limit}, and its libraries count too: raise the limit of the address "
             "space (`ulimit -v unlimited` in the shell that starts the run)"
         )
     return None
 
 
 def _limit(name: str) -> str:
-    """A limit that is set for this process, in words; empty where it is none."""
+    """A limit of this process in words; empty without one."""
     try:
         import resource
     except ImportError:  # on Windows

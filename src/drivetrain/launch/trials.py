@@ -1,4 +1,4 @@
-"""The trials that options make before the ranks of a run start: each is a process of its own, which may run out of memory."""
+"""Trials of options before the ranks of a run start: each in a separate process, which may run out of memory."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
 
 
-NEVER = 2**62  # updates between two that are measured
-SHARE, FEWEST, MOST = 30, 50, 200  # updates of the run for one of the look, and the look's limits
-TIMED = 3  # updates of each size; the fastest counts, as other programs only make one slower
+NEVER = 2**62  # updates between two measured ones
+SHARE, FEWEST, MOST = 30, 50, 200  # updates of the run per update of the look, and the look's limits
+TIMED = 3  # updates of each size; the fastest counts, because other programs only slow them down
 
 
 def make_update(trainer: Trainer, batches: Iterable[MicroBatch], loss: torch.Tensor) -> bool:
@@ -47,7 +47,7 @@ def make_update(trainer: Trainer, batches: Iterable[MicroBatch], loss: torch.Ten
 
 
 def at_beginning(trainer: Trainer, updates: int | None) -> JsonObject:
-    """Train for some updates as the run begins, every one of them measured. None: a share of the run."""
+    """Train the run's first updates, and measure the noise at each. `updates` None: a share of the run."""
     noise, made = trainer.log.noise, 0
     assert noise is not None
     noise.every = 1
@@ -64,10 +64,10 @@ def at_beginning(trainer: Trainer, updates: int | None) -> JsonObject:
 
 
 def update_seconds(trainer: Trainer, micro_batches: Sequence[int], steps: int, noise_scale: float | None) -> list[float]:
-    """The seconds of an update of so many steps with each of these ascending micro-batches, as far as data and memory go.
+    """The seconds of an update of `steps` micro-batches for each of these ascending sizes, as far as data and memory go.
 
-    The first is of the run's smallest batch. It ends where no larger batch can come to a target sooner: where one update takes
-    as long as the best batch so far takes for the fewest possible.
+    The first has the run's smallest batch. It ends when no larger batch can reach a target sooner: when one update takes as long
+    as the fewest possible updates of the best batch so far.
     """
     from drivetrain.batch.auto import relative_times
 
@@ -88,7 +88,7 @@ def update_seconds(trainer: Trainer, micro_batches: Sequence[int], steps: int, n
 
 
 def _timed(trainer: Trainer, micro_batch: int, steps: int) -> Iterator[float]:
-    """The seconds of several updates of so many steps, on data that is on the device already."""
+    """The seconds of several updates of `steps` micro-batches, on data already on the device."""
     batch = copy(trainer.batch)
     batch.global_batch, batch.accumulation_steps = micro_batch * steps, steps
     requests = batch.requests(trainer.seed, 0, trainer.parallel.data_world, trainer.drop_last)
@@ -101,10 +101,10 @@ def _timed(trainer: Trainer, micro_batch: int, steps: int) -> Iterator[float]:
         yield time.perf_counter() - began
 
 
-OUT_OF_MEMORY = 3  # the exit code of a trial that has used more than it may
-MEMORY_FRACTION = 0.95  # of a device; the rest is for fragmentation and the ranks' communication
-FORECAST_S = 120.0  # after that trials begin with the smallest size
-THREAD_ROUNDS, LONG_S = 7, 0.5  # of trials of threads; seconds of an update that is worth all cores
+OUT_OF_MEMORY = 3  # the exit code of a trial above its memory limit
+MEMORY_FRACTION = 0.95  # share of a device's memory; the rest is for fragmentation and the ranks' communication
+FORECAST_S = 120.0  # seconds of the forecast; without its answer, trials begin with the smallest size
+THREAD_ROUNDS, LONG_S = 7, 0.5  # rounds of trials of threads; seconds of an update worth all cores
 LOOKS_ALONE = ("callbacks=[]", "logger=[]", "ema=none")
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ logger = logging.getLogger(__name__)
 
 
 class JobTrials:
-    """The trials of a job; core.options.protocols.Trials says what an option may ask for."""
+    """The trials of a job; core.options.protocols.Trials lists an option's possible requests."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.run, self.resumes = job, job.run, job.checkpoint is not None
@@ -128,7 +128,7 @@ class JobTrials:
             return None
 
     def count_fitting(self, sizes: Sequence[int], most: int, limit_gb: float | None) -> int:
-        fitting: c_int = RawValue("i", 0)  # in memory that both processes share: the system may kill the other one
+        fitting: c_int = RawValue("i", 0)  # in shared memory, because the system may kill the other process
         try:
             child.ask(trial_run(self.job), partial(_try, sizes, most, limit_gb, fitting), "batch=auto: a trial step failed")
         except Died:
@@ -158,7 +158,7 @@ class JobTrials:
 
 
 def choose(job: Job) -> None:
-    """Let the options choose what they find by trials. A resumed run's directory has what it found."""
+    """Let the options choose values by trials. A resumed run takes them from its directory."""
     recorded = recorded_environment(job.run_dir) if job.run_dir is not None else {}
     for group, option in job.run.tried().items():
         job.run = job.run.with_parts(**{group: option.choose(JobTrials(job), recorded.get(group))})
@@ -168,7 +168,7 @@ def trial_run(job: Job, more: Sequence[str] = ()) -> RunSpec:
     """The job's run as one process that keeps nothing, with `more` overrides."""
     # Not compiled: a graph for each size would take minutes and memory of its own.
     off = ["parallel=single", "compile=none", "debug=none", *more]
-    # Averages that are stored with checkpoints want an option that saves; a trial's updates save nothing.
+    # Averages stored with checkpoints need an option that saves; a trial saves nothing.
     off.append("saving=last" if job.run.saving.active else "saving=none")
     if job.run.checkpointing.chosen_by_compiler:
         off.append("checkpointing=none")  # without the compiler all activations are kept
@@ -178,13 +178,13 @@ def trial_run(job: Job, more: Sequence[str] = ()) -> RunSpec:
 
 
 def limit_memory(device: torch.device, limit_gb: float | None = None) -> None:
-    """Let this process use most of a device's memory, and no more; nor more than the limit."""
+    """Let this process use at most a fixed share of a device's memory, and no more than the limit."""
     if device.type != "cpu":
         torch.get_device_module(device).set_per_process_memory_fraction(device_limit(device, limit_gb) / _total(device))
 
 
 def device_limit(device: torch.device, limit_gb: float | None) -> float:
-    """The bytes that a trial may allocate on a device that is no CPU."""
+    """The bytes that a trial may allocate on an accelerator."""
     most = MEMORY_FRACTION * _total(device)
     return min(most, limit_gb * 2**30) if limit_gb else most
 
@@ -195,7 +195,7 @@ def _total(device: torch.device) -> float:
     return float(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
-# From here on: in the process of a trial.
+# The rest runs in the process of a trial.
 
 
 def _forecast_micro_batch(most: int, limit_gb: float | None, trainer: Trainer) -> int:
@@ -204,12 +204,12 @@ def _forecast_micro_batch(most: int, limit_gb: float | None, trainer: Trainer) -
     if trainer.device.type != "cpu":
         return largest_micro_batch(trainer, most, device_limit(trainer.device, limit_gb))
     assert limit_gb is not None  # Auto.validate_device
-    # Libraries and the data are in the process's memory too; the model's weights are not, which have no values here.
+    # Libraries and data are in the process's memory too, but not the model's weights, which have no values here.
     return largest_micro_batch(trainer, most, limit_gb * 2**30 - memory_now())
 
 
 def _try(sizes: Sequence[int], most: int, limit_gb: float | None, fitting: c_int, trainer: Trainer) -> None:
-    """Count the sizes, the smallest first, until the memory does not do."""
+    """Go through the sizes in ascending order until memory runs out."""
     limit = limit_gb * 2**30 if limit_gb and trainer.device.type == "cpu" else math.inf  # of this process
     if limit < math.inf:
         threading.Thread(target=_exit_above, args=(limit,), daemon=True).start()
@@ -227,7 +227,7 @@ def _try(sizes: Sequence[int], most: int, limit_gb: float | None, fitting: c_int
 
 
 def _thread_seconds(counts: Sequence[int], size: int, micro_batches: int, trainer: Trainer) -> list[float]:
-    """The median seconds of an update with each number of threads, in turns."""
+    """The median seconds of an update for each number of threads, measured in turns."""
 
     def timed(threads: int) -> float:
         torch.set_num_threads(threads)
@@ -243,7 +243,7 @@ def _thread_seconds(counts: Sequence[int], size: int, micro_batches: int, traine
 
 
 def _make_updates(trainer: Trainer, size: int, micro_batches: int) -> None:
-    """Make two updates. At the second the optimizer has its state, and a later micro-batch the gradients of those before it."""
+    """Make two updates. In the second one the optimizer has its state, and later micro-batches find gradients."""
     for count in (1, micro_batches):
         for _ in range(count):
             trainer.forward_backward(size)

@@ -56,18 +56,18 @@ if TYPE_CHECKING:
     from drivetrain.parallel import Parallel
 
 AVERAGED = "averaged.safetensors"
-JUMP = 2  # times the rate before
+JUMP = 2  # factor of the learning rate that counts as much higher
 Found = tuple[JsonMapping, Mapping[str, object]]  # the metrics of an evaluation, and its tables
 
 NO_GRADIENT = (
-    "the loss does not depend on the weights that train: compute it from what the model returns, without no_grad, detach, item, "
+    "the loss does not depend on trained weights: compute it from the model's output, without no_grad, detach, item, "
     "argmax or comparisons"
 )
 logger = logging.getLogger(__name__)
 
 
 def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor], JsonObject]:
-    """A checkpoint's weights and state, on every rank. Rank 0 sends them where machines share no file system."""
+    """A checkpoint's weights and state, on every rank. Rank 0 sends them if machines share no file system."""
     from drivetrain.saving import checkpoint_io
 
     here = parallel.gather_object(checkpoint.is_dir())
@@ -77,7 +77,7 @@ def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor],
     if parallel.world.rank == 0:
         try:
             loaded = checkpoint_io.load(checkpoint)
-        except Exception as error:  # all ranks raise it: the others would wait for what rank 0 does not send
+        except Exception as error:  # all ranks raise it, otherwise they would wait for rank 0
             loaded = error
     if isinstance(loaded := parallel.broadcast_object(loaded), Exception):
         raise loaded
@@ -101,16 +101,16 @@ def _attempt(parallel: Parallel, work: Callable[[], object]) -> tuple[Any, Excep
 
 
 def restore(staged: StagedRun, checkpoint: Path) -> float:
-    """Continue from a checkpoint, or from the one before where this one does not hold what its hashes promise.
+    """Continue from a checkpoint, or from an earlier one if this one does not match its hashes.
 
-    Return the learning rate that its schedule gave to the update after it. Called on all ranks. Raises UserError where there is
-    no other, with the newest one's error.
+    Return the learning rate that its schedule gave to the next update. Called on all ranks. Without a valid checkpoint, raises
+    UserError with the newest one's error.
     """
     parallel, first = staged.trainer.parallel, None
     newest: Path | None = checkpoint
     while newest is not None:
         found, error, wrong = _attempt(parallel, partial(load, newest, parallel))
-        if wrong is None:  # all ranks restore, or none: to enter another stage of the run takes all of them
+        if wrong is None:  # all ranks restore or none, because entering another stage takes all of them
             found, error, wrong = _attempt(parallel, partial(_restore, staged, *found))
         if wrong is None:
             return float(found)
@@ -130,16 +130,16 @@ def restore(staged: StagedRun, checkpoint: Path) -> float:
 
 
 def _restore(staged: StagedRun, weights: JsonObject, state: JsonObject) -> float:
-    """Restore what was loaded; the learning rate in it, which is read first, so that a malformed one changes nothing."""
+    """Restore a loaded checkpoint; return its learning rate, which is read first, so that a malformed one changes nothing."""
     lr = float(state["optimizer"]["param_groups"][0]["lr"])
     staged.restore(weights, state)
     return lr
 
 
 def rate_jump(trainer: Trainer, before: float) -> str:
-    """The notice where a run goes on at a much higher rate than it had: its schedule is that of a longer run now.
+    """The notice if a run resumes at a much higher learning rate, because its schedule now covers a longer run.
 
-    `before` is the rate of its last update, by the schedule that the checkpoint was made with.
+    `before` is the rate of the last update by the checkpoint's own schedule.
     """
     group, progress = trainer.optimizer.param_groups[0], trainer.progress
     trainer.scheduler.step(max(0, progress.updates - 1))
@@ -164,16 +164,16 @@ def _record(result: Result, name: str, evaluation: str, found: Found, trainer: T
 
 
 def _evaluate(trainer: Trainer, result: Result, name: str, evaluation: str, **more: object) -> None:
-    """Evaluate a set on the weights that a trainer has, and note and log its figures."""
+    """Evaluate a set on a trainer's current weights, and note and log its figures."""
     evaluator = trainer.evaluator.on(name)
     metrics = evaluator.evaluate()
     _record(result, name, evaluation, ({**metrics, **more}, evaluator.tables), trainer)
 
 
 def evaluate_kept(staged: StagedRun, result: Result, run_dir: Path) -> None:
-    """Evaluate what a completed run has kept. Called on all ranks, when all else is recorded: the trainer's weights change.
+    """Evaluate a completed run's kept checkpoints. Called on all ranks, last, because it changes the trainer's weights.
 
-    The test set is evaluated on the best checkpoint, and both sets on the mean of the kept checkpoints' weights.
+    It evaluates the test set on the best checkpoint, and both sets on the mean of the kept checkpoints' weights.
     """
     from drivetrain.saving import checkpoint_io
 
@@ -201,7 +201,7 @@ def evaluate_kept(staged: StagedRun, result: Result, run_dir: Path) -> None:
 def _evaluate_average(trainer: Trainer, result: Result, kept: Sequence[Path], run_dir: Path) -> None:
     """Give the model the mean of the checkpoints' weights, write it to averaged.safetensors and evaluate it on every set.
 
-    Statistics of BatchNorm are averaged too; counters are those of the newest checkpoint.
+    Statistics of BatchNorm are averaged too; counters come from the newest checkpoint.
     """
     from drivetrain.core.machine.device import sum_dtype
     from drivetrain.saving import checkpoint_io
@@ -231,11 +231,11 @@ def _evaluate_average(trainer: Trainer, result: Result, kept: Sequence[Path], ru
         logger.info("the mean of %d checkpoints' weights is in %s", len(kept), run_dir / AVERAGED)
 
 
-LAST_WRITE_S = 30.0  # for a checkpoint that is being written when the run fails
+LAST_WRITE_S = 30.0  # wait for a checkpoint that is still being written when the run fails
 
 
 class RunWriter(LogWriter, Protocol):
-    """A logger or the terminal's progress line, which takes a run's records until it is closed."""
+    """A logger or the terminal's progress line: takes a run's records until it is closed."""
 
     def close(self, status: str) -> None:
         """The run has ended: completed, failed, diverged or interrupted."""
@@ -244,7 +244,7 @@ class RunWriter(LogWriter, Protocol):
 def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) -> Result:
     """Train one rank to its end; its result. Every exception becomes one.
 
-    A rank other than 0 that another launcher started does not know the run's directory: its `run_dir` is NO_RUN_DIR.
+    Under another launcher, a rank other than 0 does not know the run's directory: its `run_dir` is NO_RUN_DIR.
     """
     result = Result(
         overrides=[environment.redact(word) for word in job.composed.overrides],
@@ -252,9 +252,9 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
         world_size=world.size,
     )
     writers: list[RunWriter] = []
-    staged: StagedRun | None = None  # whose trainer is another one in each stage
+    staged: StagedRun | None = None  # which has another trainer in each stage
     config = identity.without_machine_local(job.composed, job.not_compared)
-    run = job.run if job.work is None else stages.without(job.run)  # which does not train: it looks at the run's own config
+    run = job.run if job.work is None else stages.without(job.run)  # which does not train, only reads the run's config
     context = RunContext(run, world, run_dir, job.config_hash, config, resumed=job.checkpoint is not None)
     try:
         staged = _build(job, context, writers, quiet)
@@ -270,7 +270,7 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
         trainer = staged.trainer
         _end_callbacks(trainer, result)
         trainer.writer.finish(LAST_WRITE_S)
-        if result.status != "completed" or job.work is not None:  # else it is recorded, and the trainer holds other weights now
+        if result.status != "completed" or job.work is not None:  # otherwise it is recorded already
             _record_measurements(result, trainer)
         _count_skipped(result, trainer, world, run_dir)
     for writer in writers:
@@ -295,7 +295,7 @@ def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
     if trainer.saving.active:
         StopFlag.nothing_to_save()
     _record_measurements(result, trainer)
-    if trainer.evaluator.set != "test":  # else the run was evaluated on it all along
+    if trainer.evaluator.set != "test":  # otherwise the run was evaluated on it all along
         _evaluate(trainer, result, "test", "final")
     trainer.callbacks.end("completed")
     trainer.callbacks.raise_error()
@@ -313,9 +313,7 @@ def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
         result.data = fingerprint(trainer.train_data.source)
         write_plan(trainer.run_dir, trainer.batch, trainer.epochs)
         result.shares = trainer.evaluator.on("test").shares(staged.context.run.target_kind)
-        of_run = result.remarks or judgement.of_curves_and_test(
-            result, trainer
-        )  # of one that has exploded there is no more to say
+        of_run = result.remarks or judgement.of_curves_and_test(result, trainer)  # a diverged run needs no further remarks
         better, others = ([line for is_better, line in compared if is_better is which] for which in (True, False))
         result.remarks = [*better, *of_run, *others]
         for remark in result.remarks:
@@ -327,7 +325,7 @@ def _failure(error: BaseException, job: Job, run_dir: Path, staged: StagedRun | 
     if wants_traceback():
         echo_traceback(error)
     if isinstance(error, RuntimeError):
-        try:  # torch's signal handler raises a worker's death wherever this process is, also between two batches
+        try:  # torch's signal handler raises a worker's death anywhere, even between two batches
             Loader.of(job.run).raise_if_worker_died(error)
         except Interrupted as interrupted:
             error = interrupted
@@ -337,7 +335,7 @@ def _failure(error: BaseException, job: Job, run_dir: Path, staged: StagedRun | 
         return "diverged", str(error) if staged is None else kernels.explained(error, staged.trainer), DIVERGED
     if isinstance(error, Interrupted | KeyboardInterrupt):
         why = str(error) or "stopped by the keyboard"
-        if job.work is not None:  # which had nothing to save, and is done again as a whole
+        if job.work is not None:  # nothing to save: it is repeated as a whole
             return "interrupted", why, INTERRUPTED
         saved = isinstance(error, Interrupted) and error.saved
         can_resume = saved or bool(manifest.checkpoints(run_dir))
@@ -360,7 +358,7 @@ def _failure(error: BaseException, job: Job, run_dir: Path, staged: StagedRun | 
 
 
 def _refusal(error: BaseException, run: RunSpec) -> str:
-    """The limit that the run met and what to set, where the error says no more than that; else ""."""
+    """The reason of a known limit or a UserError, with the setting to change; else ""."""
     if cannot := Compile.of(run).cannot(error):
         return f"{run.named('compile')} {cannot}"
     if "does not require grad and does not have a grad_fn" in str(error):
@@ -369,7 +367,7 @@ def _refusal(error: BaseException, run: RunSpec) -> str:
 
 
 def _end_callbacks(trainer: Trainer, result: Result) -> None:
-    """Tell the callbacks of a run that did not complete. What ended it is its error, whatever they raise now."""
+    """Notify the callbacks of an incomplete run. Its error stays the cause, whatever they raise now."""
     callbacks = trainer.callbacks
     if result.status != "completed" and callbacks.error is None:
         callbacks.end(result.status)
@@ -378,7 +376,7 @@ def _end_callbacks(trainer: Trainer, result: Result) -> None:
 
 
 def _report(lines: list[str], world: World, run_dir: Path) -> None:
-    """Log what debugging found, and write it to debug.txt."""
+    """Log the findings of debugging, and write them to debug.txt."""
     if world.rank != 0 or not lines:
         return
     for line in lines:
@@ -388,7 +386,7 @@ def _report(lines: list[str], world: World, run_dir: Path) -> None:
 
 
 def _warn_of_other_data(before: JsonObject | None, trainer: Trainer) -> None:
-    """Warn where the training set is not the one whose fingerprint a finished run has kept."""
+    """Warn if the training set differs from the fingerprint of a finished run."""
     from drivetrain.data.base import fingerprint
 
     now = fingerprint(trainer.train_data.source) if before else None
@@ -397,7 +395,7 @@ def _warn_of_other_data(before: JsonObject | None, trainer: Trainer) -> None:
 
 
 def _build(job: Job, context: RunContext, writers: list[RunWriter], quiet: bool) -> StagedRun:
-    """This rank's run, restored where the job has a checkpoint. On rank 0 the loggers start and go into `writers`."""
+    """This rank's run, restored if the job has a checkpoint. On rank 0 the loggers start and go into `writers`."""
     from drivetrain.engine import summary
     from drivetrain.engine.staged_run import StagedRun
     from drivetrain.logger.base import guarded
@@ -424,7 +422,7 @@ def _build(job: Job, context: RunContext, writers: list[RunWriter], quiet: bool)
         if not quiet:
             line = terminal.ProgressLine(trainer.max_updates, trainer.epochs, context.progress.updates)
             writers += [line, *notebook.live_charts(trainer.max_updates, trainer.selection.name)]
-        writers.append(trainer.callbacks)  # last, so that what they read of the run is written
+        writers.append(trainer.callbacks)  # last, so that all files of the run are written
         doubts = list(context.data.doubts) if job.work is None or Data.of(job.run).own is not None else []
         if job.work is None:
             logger.info("%s", summary.line(context, trainer))
@@ -442,7 +440,7 @@ def _record_measurements(result: Result, trainer: Trainer) -> None:
     result.metrics = {trainer.evaluator.set: {"final": progress.final, "best": progress.best}}
     result.metrics.setdefault("test", {})
     result.selection = trainer.selection.record()
-    if tables := trainer.evaluator.tables or progress.tables:  # a run that was finished before is not evaluated again
+    if tables := trainer.evaluator.tables or progress.tables:  # an already finished run is not evaluated again
         result.tables = {trainer.evaluator.set: {"final": tables}}
     result.stopped, result.target = trainer.stopping.reason, trainer.stopping.target
     result.batch, result.updates = trainer.batch.found, progress.updates
@@ -464,9 +462,9 @@ def _record_measurements(result: Result, trainer: Trainer) -> None:
 
 
 def _count_skipped(result: Result, trainer: Trainer, world: World, run_dir: Path) -> None:
-    """Count the distinct samples that no rank could read, where the data may skip some; their names go to log.txt.
+    """If the data may skip samples, count the distinct unreadable ones of all ranks; their names go to log.txt.
 
-    A run that did not complete counts those of this rank: the others may be gone.
+    An incomplete run counts only this rank's samples: the others may be gone.
     """
     evaluated = (pipeline for sets in trainer.evaluator.sets.values() for pipeline in sets.values())
     sources = [pipeline.source for pipeline in (trainer.train_data, *evaluated)]

@@ -1,7 +1,7 @@
-"""The program's messages: what Python's `logging` under "drivetrain" collects is shown on standard error and kept in log.txt.
+"""The program's messages: Python's `logging` under "drivetrain", shown on standard error and kept in log.txt.
 
-A module says something by `logging.getLogger(__name__).info(...)`: INFO for what a run reports of itself, WARNING for what
-the user should know even under `--quiet`, ERROR for what ended a run.
+A module logs by `logging.getLogger(__name__).info(...)`: INFO for reports of a run, WARNING for messages that the user should
+see even under `--quiet`, ERROR for the end of a run.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class _Rank(logging.Filter):
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints one line for a record: above the live progress line where there is one, else plainly on standard error.
+    """Prints one line per record: above the live progress line if one is drawn, else plainly on standard error.
 
     The ranks of a run may share one terminal: those other than rank 0 show only errors there, with their number.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live: Console | None = None  # the console of a progress line that is being drawn
+        self.live: Console | None = None  # the console of a live progress line
         self.shared = True  # whether rank 0 writes to the same place
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -63,7 +63,7 @@ class _ConsoleHandler(logging.Handler):
         real = notices()
         if self.live is not None and real.isatty():
             self.live.print(text, style=style, highlight=False, markup=False)
-        else:  # in a terminal by rich's stream, which knows what else is being drawn, such as a sweep's table
+        else:  # in a terminal by rich's stream, which knows about other live output, such as a sweep's table
             print(text, file=sys.stderr if real.isatty() else real, flush=True)
 
 
@@ -75,8 +75,8 @@ _console.addFilter(_rank)
 def configure(quiet: bool = False, rank: int = 0, shared: bool = True) -> None:
     """Show this process's messages; under `quiet` only warnings and errors. A further call replaces the settings.
 
-    `rank` is this process's rank, which a forked process sets anew, and `shared` whether its output is rank 0's as well.
-    Python's root logger is left alone. Where handlers of the calling program print the messages already, this prints nothing.
+    `rank` is this process's rank; a forked process sets it anew. `shared` is True if its output is rank 0's as well.
+    Python's root logger is left alone. Prints nothing if handlers of the calling program already print the messages.
     """
     if ROOT.level == logging.NOTSET:
         ROOT.setLevel(logging.INFO)
@@ -87,7 +87,7 @@ def configure(quiet: bool = False, rank: int = 0, shared: bool = True) -> None:
 
 
 class _PlainFormatter(logging.Formatter):
-    """Formats a record, with control characters written out."""
+    """Formats a record and escapes control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         return plain(super().format(record))
@@ -102,7 +102,7 @@ class _RunFile(logging.StreamHandler[TextIOWrapper]):
 
 @contextlib.contextmanager
 def to_file(path: Path) -> Iterator[None]:
-    """Within the context append each message of rank 0 to a file as well, also those that `quiet` does not show."""
+    """Within the context, also append each message of rank 0 to a file, including those that `quiet` hides."""
     try:
         file = files.opened(path, "a")
     except OSError:
@@ -123,7 +123,7 @@ def to_file(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def above(console: Console) -> Iterator[None]:
-    """Within the context print messages by this console, above the line that it redraws."""
+    """Within the context, print messages by this console, above its live line."""
     before, _console.live = _console.live, console
     try:
         yield
@@ -132,7 +132,7 @@ def above(console: Console) -> Iterator[None]:
 
 
 def _forget_live_line() -> None:
-    """In a forked process: the line is the parent's, and so is the thread that redraws it."""
+    """In a forked process: forget the live line. It belongs to the parent, as does the thread that redraws it."""
     _console.live = None
 
 

@@ -1,6 +1,6 @@
-"""Printing. All text that the program prints passes `plain`, so that no file that it reads can command the terminal.
+"""Printing. All printed text passes `plain`, so that no input file can command the terminal.
 
-Text from outside is in most of what is printed: keys and values of recipes, class names, file names, errors of a run. An
+Most printed lines contain text from outside: keys and values of recipes, class names, file names, errors of a run. An
 escape sequence in it could hide a line, rename the window or forge a result.
 """
 
@@ -23,35 +23,35 @@ from drivetrain.core.errors import UserError, printable, without_logins
 if TYPE_CHECKING:
     from rich.console import Console
 
-PLAIN = "DRIVETRAIN_PLAIN"  # the variable of the environment that --plain sets, for the ranks too
-# Control characters but tab and newline, marks that turn the direction of text, invisible tags, halves of characters.
+PLAIN = "DRIVETRAIN_PLAIN"  # the environment variable that --plain sets, for the ranks too
+# Control characters except tab and newline, text direction marks, invisible tags, lone surrogates.
 _UNSEEN = re.compile(
     "\r\n|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
 )
 
 
 def plain(text: str) -> str:
-    """Return a text without logins, and with its control characters written out, such as \\x1b; a line's end stays one."""
+    """Return a text without logins and with escaped control characters, such as \\x1b. Newlines stay."""
     text = without_logins(text)
     return _UNSEEN.sub(lambda found: "\n" if found[0] == "\r\n" else found[0].encode("unicode_escape").decode(), text)
 
 
 def notices() -> TextIO:
-    """The stream for notices: the real standard error, or in a notebook, which shows that in red, standard output.
+    """The stream for notices: the real standard error, or standard output in a notebook, which shows standard error in red.
 
-    While rich draws it puts a stream of its own in the place of standard error, even where that is a file.
+    While rich draws, it replaces standard error by its own stream, even if standard error is a file.
     """
     stream: TextIO = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
     return sys.stdout if type(stream).__module__.startswith("ipykernel") else stream
 
 
 def can_redraw(stream: Any) -> bool:
-    """True if a stream is a terminal with frames, colours and lines that change: not one of TERM=dumb, and not with `--plain`."""
+    """True if a stream is a terminal for frames, colours and live lines: not with TERM=dumb, and not with `--plain`."""
     return bool(stream.isatty()) and os.environ.get("TERM") not in ("dumb", "unknown") and PLAIN not in os.environ
 
 
 def fold(text: str) -> str:
-    """Fold the lines of a help text that a terminal has no room for, below the column where their last part begins."""
+    """Fold the lines of a help text that are wider than the terminal, indented to the column of their last part."""
     if not can_redraw(sys.stdout):
         return text
     width = shutil.get_terminal_size().columns
@@ -80,7 +80,7 @@ def echo_traceback(error: BaseException, file: TextIO | None = None) -> None:
 
 @contextmanager
 def writing(place: object) -> Iterator[None]:
-    """Within the context what cannot be written is a UserError that names the place."""
+    """Within the context, turn a failed write into a UserError that names the place."""
     try:
         yield
     except OSError as error:
@@ -88,7 +88,7 @@ def writing(place: object) -> Iterator[None]:
 
 
 class PlainStream:
-    """Standard output for who writes to a file by itself, such as a CSV writer."""
+    """Standard output as a file object, for instance for a CSV writer."""
 
     def write(self, text: str) -> None:
         echo(text, end="")
@@ -98,7 +98,7 @@ class PlainStream:
 
 
 def warn_plainly() -> None:
-    """Let Python's warnings pass `plain` as well: libraries put file names and values into them."""
+    """Pass Python's warnings through `plain` as well: libraries put file names and values into them."""
 
     def show_warning(
         message: Warning | str,
@@ -116,13 +116,13 @@ def warn_plainly() -> None:
 
 
 def console(**settings: Any) -> Console:
-    """Return a rich console whose texts pass `plain`, and are no markup. Colours and movements are the program's own."""
+    """Return a rich console that passes texts through `plain` and reads no markup in them. Only the program sets colours."""
     return _console_class()(markup=False, emoji=False, **settings)
 
 
 @functools.cache
 def _console_class() -> type[Console]:
-    """The class, made where it is needed: rich takes time to import."""
+    """Define the class on first use, because rich takes time to import."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
@@ -138,7 +138,7 @@ MOST_LINES = 200
 
 
 def show(address: str, content: bytes) -> None:
-    """Print what an address gave, without characters that could steer a terminal, to standard error."""
+    """Print the content of an address to standard error, without characters that could steer a terminal."""
     echo(f"fetched {address}, {len(content):,} bytes:", file=sys.stderr)
     lines = text(content).splitlines()
     for line in lines[:MOST_LINES]:
@@ -148,5 +148,5 @@ def show(address: str, content: bytes) -> None:
 
 
 def text(content: bytes) -> str:
-    """Bytes as text whose lines hold printable characters only."""
+    """Bytes as text with only printable characters in its lines."""
     return "\n".join(printable(line) for line in content.decode(errors="replace").splitlines())

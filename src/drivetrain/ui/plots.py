@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL import ImageDraw
 
 LABEL_WIDTH = 8  # characters of the labels left of a panel
-LINES = 16, 10  # of the first panel and of each further one, with its axes
+LINES = 16, 10  # lines of the first panel and of each further one, with its axes
 
 
 class Curve(NamedTuple):
@@ -43,7 +43,7 @@ def _panel(curve: Curve, over: Horizon, width: int, first: bool) -> str:
     plotext.clear_figure()
     plotext.limit_size(False, False)  # the caller knows the width; a pipe has none
     plotext.plot_size(width, LINES[0] if first else LINES[1])
-    plotext.theme("clear")  # no colours: the text is the same in a pipe
+    plotext.theme("clear")  # no colours, so that a pipe gets the same text
     plotext.scatter([0], [curve.low], marker=" ", xside="upper")  # an axis without data would not be drawn
     plotext.plot(*map(list, zip(*curve.points, strict=True)), marker="braille")
     epochs = epoch_marks(over)
@@ -81,7 +81,7 @@ def epoch_marks(over: Horizon) -> list[tuple[int, int]]:
 
 
 def png(curves: list[Curve], over: Horizon, title: str, file: Path) -> None:
-    """Write the same curves as an image. Raises UserError without matplotlib or where the file cannot be written."""
+    """Write the same curves as an image. Raises UserError without matplotlib or if the file cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -104,9 +104,9 @@ def png(curves: list[Curve], over: Horizon, title: str, file: Path) -> None:
         figure.savefig(file, format="png", dpi=150)
 
 
-SIDE = 900  # pixels that the cells of a large matrix share
+SIDE = 900  # pixels for all cells of a large matrix
 CELL = (4, 44)  # pixels of a cell, at least and at most
-NUMBERED = 20  # pixels of a cell that a number and a name fit beside
+NUMBERED = 20  # pixels of a cell with room for a number and a name
 COLOR = (62, 99, 221)
 INK = (28, 32, 36)
 
@@ -148,7 +148,7 @@ def _names(pen: ImageDraw.ImageDraw, sheet: Any, names: list[str], margin: int, 
 
 
 def _turned(sheet: Any, text: str, place: tuple[int, int], font: Any) -> None:
-    """Write a text from the bottom to the top; `place` is the left end of its lines, and where it begins."""
+    """Write a text from bottom to top; `place` is the left end of its lines and its start."""
     from PIL import Image, ImageDraw
 
     strip = Image.new("RGB", (int(font.getlength(text)) + 1, 14), "white")
@@ -157,11 +157,11 @@ def _turned(sheet: Any, text: str, place: tuple[int, int], font: Any) -> None:
     sheet.paste(turned, (place[0], max(0, place[1] - turned.height)))
 
 
-MOST_ROWS = 12  # a table of more is shown by the rows that say the most
+MOST_ROWS = 12  # a longer table shows its most informative rows
 
 
 def of_result(tables: Mapping[str, JsonMapping]) -> tuple[str, JsonMapping]:
-    """Return what the tables that are shown are of, and these: of the test set, on the best checkpoint or the last weights."""
+    """Return a title and the tables to show: of the test set, on the best checkpoint or the last weights."""
     name = "test" if tables.get("test") else "validation"
     evaluations = tables.get(name, {})
     if "best" in evaluations:
@@ -170,7 +170,7 @@ def of_result(tables: Mapping[str, JsonMapping]) -> tuple[str, JsonMapping]:
 
 
 def is_confusion(table: Mapping[str, object]) -> bool:
-    """True if a table counts how many of a class (a row) are predicted to be of each class (a column)."""
+    """True if a table counts the predictions of each class (columns) for each true class (rows)."""
     return bool(table["rows"] == table["columns"])
 
 
@@ -190,11 +190,11 @@ def shown(name: str, table: JsonMapping, most: int = MOST_ROWS) -> Table:
 
 
 def _confused(title: str, rows: Sequence[str], values: Sequence[Sequence[int]], most: int) -> Table:
-    """Return the pairs of classes that are confused the most."""
+    """Return the most frequently confused pairs of classes."""
     pairs = [(count, row, column) for row, line in enumerate(values) for column, count in enumerate(line) if row != column]
     found = [(count, row, column) for count, row, column in sorted(pairs, key=lambda pair: -pair[0])[:most] if count]
     text = [[rows[row], rows[column], f"{count:,}", f"{count / sum(values[row]):.1%}"] for count, row, column in found]
-    return Table(["class", "predicted as", "times", "of the class"], text, f"{title}: what is confused the most")
+    return Table(["class", "predicted as", "times", "of the class"], text, f"{title}: the most frequent confusions")
 
 
 def _as_text(names: Sequence[str], values: Sequence[Sequence[float]]) -> list[list[str]]:

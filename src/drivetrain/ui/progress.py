@@ -8,12 +8,12 @@ import time
 from drivetrain.ui import output
 from drivetrain.ui.terminal import duration
 
-LINE_EVERY_S = 10.0  # where there is no terminal
+LINE_EVERY_S = 10.0  # without a terminal
 _CLEAR = "\r\x1b[2K"
 
 
 class Steps:
-    """A context manager; call its value with the current work. It starts no thread, since measuring forks the process."""
+    """A context manager; call its value with the current work. It starts no thread, because measuring forks the process."""
 
     def __enter__(self) -> Steps:
         self._began = time.monotonic()
@@ -21,7 +21,7 @@ class Steps:
         return self
 
     def __call__(self, text: str, left: float | None = None) -> None:
-        """Show the current work, and about how many seconds are `left`."""
+        """Show the current work, and the approximate seconds `left`."""
         after = f", about {duration(left)} left" if left else ""
         line = output.plain(f"{text} ({duration(time.monotonic() - self._began)}{after})")
         print(_CLEAR + line if self._live else line, end="" if self._live else "\n", file=output.notices(), flush=True)
@@ -32,7 +32,7 @@ class Steps:
 
 
 class Rate:
-    """A context manager around many equal pieces of work, on standard error: a bar with the rate in a terminal, else lines."""
+    """A context manager for many equal pieces of work, on standard error: a bar with the rate in a terminal, else lines."""
 
     def __init__(self, what: str, total: int | None, done: int = 0, which: str = "") -> None:
         self._what, self._which, self._total, self._first, self._done = what, which, total, done, done
@@ -50,7 +50,7 @@ class Rate:
         return self
 
     def __call__(self, done: int) -> None:
-        """Show how many are done."""
+        """Show the number done."""
         self._done = done
         if self._bar.disable and time.monotonic() - self._printed > LINE_EVERY_S:
             self._printed = time.monotonic()
@@ -58,7 +58,7 @@ class Rate:
         self._bar.update(self._task, completed=done, text=self.text())
 
     def text(self) -> str:
-        """The number that are done, and the number in a second."""
+        """The number done, and the rate per second."""
         of = f" of {self._total:,}" if self._total is not None and self._done < self._total else ""
         rate = (self._done - self._first) / max(time.monotonic() - self._began, 1e-9)
         return f"{self._done:,}{of} {self._what}{'s' * (of != '' or self._done != 1)}{self._which}, {rate:,.0f}/s"

@@ -1,4 +1,4 @@
-"""The composed recipe of a run, in the terminal: a line for each group, with what was set marked."""
+"""The composed recipe of a run, in the terminal: a line for each group, with explicit settings marked."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ OFF = ("none", "single", "constant", "")
 
 
 class GroupLine(NamedTuple):
-    """The line of a group. `set` has what an override or the recipe set, not the defaults."""
+    """The line of a group. `set` is True for values from an override or the recipe, False for defaults."""
 
     group: str
     option: str
     option_set: bool
-    settings: list[tuple[str, bool]]  # ("lr=0.01", set); those that were set come first
+    settings: list[tuple[str, bool]]  # ("lr=0.01", set); explicit settings come first
 
 
 def show_recipe(composed: Composed, run: RunSpec) -> None:
@@ -56,7 +56,7 @@ def show_recipe(composed: Composed, run: RunSpec) -> None:
         tree.add(Text(stage, "yellow"))
     console.print(tree)
     if marked:
-        console.print(Text("* set by an override or the recipe, and not by default", "dim"))
+        console.print(Text("* set by an override or the recipe, not by default", "dim"))
 
 
 def _stages(run: RunSpec) -> list[str]:
@@ -83,7 +83,7 @@ def _line(composed: Composed, group: str, choice: str | list[str]) -> GroupLine:
 
 
 def effect(run: RunSpec, group: str) -> str:
-    """The claim of a group's options on training as they are set: exact, close or changes; the greatest of several."""
+    """The claimed effect of a group's options with their settings: exact, close or changes; the greatest of several."""
     made = run.parts.get(group)
     claims = [option.effect_as_set() for option in (made if isinstance(made, list) else [made] if made is not None else [])]
     return max(claims, key=get_args(Effect).index, default="exact")

@@ -1,4 +1,4 @@
-"""A sheet: what a command found, said once, and shown in the terminal, as an HTML page, in a CSV file and as plain values.
+"""A sheet: a command's findings, written once and shown in the terminal, as an HTML page, in a CSV file and as plain values.
 
 Text from outside, such as names of classes and runs, values, paths and errors, is text in all of them: neither markup nor HTML
 nor a formula.
@@ -25,33 +25,33 @@ from drivetrain.ui.pages.style import SCRIPT, STYLE
 VERDICTS = ("PASS", "FAIL", "INCONCLUSIVE")
 NARROW = 42  # characters of a phone's screen
 EMPTY = ("–", "")  # cells without content
-NAMED = 8  # columns without room that are named
-# Nothing is fetched, whatever text a page holds.
+NAMED = 8  # left-out columns that are named
+# A page fetches nothing, whatever text it holds.
 LONG_WORD = 16  # letters
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def escape(text: object) -> str:
-    """Text for HTML: as it is read, also where it holds marks, quotes, control characters or signs that turn its direction."""
+    """Text for HTML, shown literally, including marks, quotes, control characters and text direction marks."""
     return html.escape(output.plain(str(text)))
 
 
 def breakable(text: object) -> str:
-    """Text for HTML whose long words may go on in the next line after / and =, rather than anywhere."""
+    """Text for HTML whose long words break after / and =, rather than anywhere."""
     words = (re.sub("(?<=[/=])(?=.)", "<wbr>", word) if len(word) > LONG_WORD else word for word in escape(text).split(" "))
     return " ".join(words)
 
 
 def sentence(text: str) -> str:
-    """A text on one line, with a full stop. It may begin with a name, such as a recipe's, which keeps its letters."""
+    """A text on one line, with a full stop. A name at its start, such as a recipe's, keeps its letters."""
     text = " ".join(text.split()) or "Nothing was found"
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 class PagePart(NamedTuple):
-    """A part of a sheet that is no table: HTML for the page, and text for the terminal, if it has any there."""
+    """A part of a sheet other than a table: HTML for the page, and text for the terminal, if any."""
 
-    html: str  # everything from outside is escaped in it
+    html: str  # text from outside is escaped
     text: str | None = None
 
     def show(self) -> None:
@@ -61,7 +61,7 @@ class PagePart(NamedTuple):
 
 
 def heading(text: str, level: int = 2) -> PagePart:
-    """The heading of what follows."""
+    """A heading."""
     return PagePart(f"<h{level}>{escape(text)}</h{level}>", f"\n{text}")
 
 
@@ -71,24 +71,24 @@ def words(*lines: str) -> PagePart:
 
 
 def remarks(*lines: str) -> PagePart:
-    """Sentences that only the page has room for."""
+    """Sentences for the page only."""
     return PagePart("".join(f'<p class="soft">{escape(line)}</p>' for line in lines))
 
 
 def commands(*lines: str) -> PagePart:
-    """Commands, each of which a button copies, and which the terminal indents."""
+    """Commands: indented in the terminal, with a copy button each on a page."""
     boxes = (f'<pre tabindex="0"><code>{escape(line)}</code></pre>' for line in lines)
     return PagePart(f'<div class="commands">{"".join(boxes)}</div>', "\n".join(f"  {line}" for line in lines))
 
 
 def folded(summary: str, sections: Sequence[Section], is_open: bool = False) -> PagePart:
-    """A part that shows the sections after a click on its summary."""
+    """A part that unfolds its sections after a click on the summary."""
     return PagePart(f"<details{' open' if is_open else ''}><summary>{escape(summary)}</summary>{joined(sections)}</details>")
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A cell whose text has a drawing before it on a page, as HTML, a ground that is as dark as a share, or leads to a file."""
+    """A cell with extras on a page: a drawing (HTML) before its text, a background as dark as a share, or a link to a file."""
 
     text: str
     drawing: str = ""
@@ -97,7 +97,7 @@ class Drawn:
 
     @property
     def html(self) -> str:
-        """The drawing, and the text as a link where there is a file."""
+        """The drawing, and the text, as a link if there is a file."""
         link = f'<a href="{escape(quote(self.file))}">{escape(self.text)}</a>' if self.file else escape(self.text)
         return self.drawing + link
 
@@ -115,17 +115,17 @@ LATEX = {
 
 
 def latex(text: str) -> str:
-    """A text with what LaTeX takes for commands as it is read."""
+    """A text with LaTeX's special characters escaped."""
     return "".join(LATEX.get(mark, mark) for mark in text)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows with a header; the first cell of a row names it."""
+    """Rows with a header; the first cell of a row is its name."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-    name: str = "a table"  # read to who cannot see it
+    name: str = "a table"  # the accessible name
     prose: Collection[str] = ()  # columns that hold sentences
     sortable: bool = False
     winner: int | None = None  # the number of the best row
@@ -133,7 +133,7 @@ class Table:
     below: Mapping[str, str] = field(default_factory=dict)  # column → HTML below its header
     spare: Sequence[str] = ()  # columns that a narrow terminal leaves out, in this order
     most: int | None = None  # rows in the terminal; None: all
-    width: int | None = None  # characters that it has where there is no terminal; None: as many as it takes
+    width: int | None = None  # characters without a terminal; None: as many as needed
 
     @classmethod
     def of(cls, columns: Mapping[str, Sequence[Cell]], **more: Any) -> Table:
@@ -154,7 +154,7 @@ class Table:
             csv_rows(file)([self.header, *self.texts()])
 
     def written(self, form: Literal["markdown", "latex"]) -> str:
-        """It as text for a paper."""
+        """The table as text for a paper."""
         if form == "markdown":
             cells = [[cell.replace("|", "\\|") for cell in row] for row in (self.header, *self.texts())]
             lines = [f"| {' | '.join(row)} |" for row in cells]
@@ -168,12 +168,12 @@ class Table:
         return replace(self, header=[self.header[n] for n in numbers], rows=[[row[n] for n in numbers] for row in self.rows])
 
     def used(self, always: int = 1) -> Table:
-        """Without the columns that are empty in all rows; the first `always` ones stay."""
+        """Drop the columns that are empty in all rows, except the first `always` ones."""
         columns = list(zip(*self.texts(), strict=True)) or [()] * len(self.header)
         return self.only([n for n, cells in enumerate(columns) if n < always or not set(cells) <= set(EMPTY)])
 
     def differing(self, always: int = 1) -> tuple[Table, list[tuple[str, str]]]:
-        """Without the columns that are the same in all rows, and these with what they say; `always` as of `used`."""
+        """Drop the columns with the same value in all rows, and return them with their values; `always` as in `used`."""
         found = self.used(always)
         columns = [(n, set(cells)) for n, cells in enumerate(zip(*found.texts(), strict=True))]
         same = [(found.header[n], cell) for n, cells in columns if n >= always and len(cells) == 1 for cell in cells]
@@ -181,7 +181,7 @@ class Table:
 
     @property
     def html(self) -> str:
-        """The table; a button in each header sorts it where it is `sortable`."""
+        """The table's HTML; if `sortable`, a button in each header sorts it."""
         prose = {n for n, title in enumerate(self.header) if title in self.prose}
         parts = {n: _parts(self.bars[title]) for n, title in enumerate(self.header) if title in self.bars}
         _, left_out = self.fitting(NARROW)
@@ -217,7 +217,7 @@ class Table:
         )
 
     def show(self) -> None:
-        """Print it: with a frame in a terminal, as plain columns elsewhere; without the spare columns that have no room."""
+        """Print the table: framed in a terminal, as plain columns elsewhere, without spare columns that do not fit."""
         from rich.table import Table as Grid
         from rich.text import Text
 
@@ -226,17 +226,17 @@ class Table:
         grid = Grid(*fitting.header, box=Grid().box if live else None, show_edge=live)
         for row in fitting.texts()[: self.most]:
             grid.add_row(*(Text(cell, overflow="fold") for cell in row))
-        # Where there is no terminal nothing is cut, folded or coloured, whatever the environment's variables ask for.
+        # Without a terminal nothing is cut, folded or coloured, whatever the environment variables ask for.
         console = output.console() if live else output.console(width=10_000, force_terminal=False, color_system=None)
         console.print(grid)
         if self.most is not None and len(self.rows) > self.most:
-            echo(f"… and {len(self.rows) - self.most} more, which the page has")
+            echo(f"… and {len(self.rows) - self.most} more on the page")
         if left_out:
             more = f" and {len(left_out) - NAMED} more" if len(left_out) > NAMED else ""
             echo(f"not shown here: {'; '.join(left_out[:NAMED])}{more}")
 
     def fitting(self, room: int | None) -> tuple[Table, list[str]]:
-        """The table as wide as there is room for, and the names of the columns that were left out."""
+        """The table as wide as fits, and the names of the omitted columns."""
         header, widths = list(self.header), [3 + max(map(len, column)) for column in zip(self.header, *self.texts(), strict=True)]
         left_out: list[str] = []
         for name in dict.fromkeys(self.spare) if room is not None else ():
@@ -247,12 +247,12 @@ class Table:
 
 
 def figure(value: float | None, form: str) -> str:
-    """A figure in the given format; a dash where there is none."""
+    """A figure in the given format; a dash without one."""
     return form.format(value) if value is not None else "–"
 
 
 def setting(value: object, none: str = "–") -> str:
-    """A config value as it would be written in an override; a dash where there is none."""
+    """A config value as written in an override; a dash without one."""
     if isinstance(value, list):
         return f"[{','.join(setting(each, 'null') for each in value)}]"
     return none if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -262,12 +262,12 @@ Section = PagePart | Table
 
 
 def facts(rows: Sequence[tuple[str, str]], name: str) -> Table:
-    """A table of names and what they are, without a header."""
+    """A table of names and values, without a header."""
     return Table(("", ""), rows, name, ("",))
 
 
 def machine(about: Mapping[str, object]) -> Table:
-    """The versions and the machine of an environment.json, as far as it has them."""
+    """The versions and the machine of an environment.json, if recorded."""
     versions = about.get("versions")
     named = {name: about.get(name) for name in ("drivetrain", "python", "platform", "processor", "git_commit", "lock_hash")}
     named |= versions if isinstance(versions, dict) else {}
@@ -295,20 +295,20 @@ def _parts(values: Sequence[float | None]) -> list[str]:
 
 @dataclass(frozen=True)
 class Sheet:
-    """An answer in one sentence, and the sections that it rests on."""
+    """An answer in one sentence, and the sections that support it."""
 
     title: str  # of the page's window
     answer: str
     sections: Sequence[Section]
 
     def show(self) -> None:
-        """Print the sections, and then the answer, so that it stands where the next command is typed."""
+        """Print the sections and then the answer, so that it ends up next to the prompt."""
         for section in self.sections:
             section.show()
         echo(sentence(self.answer))
 
     def page(self) -> str:
-        """The whole HTML file, which begins with the answer."""
+        """The whole HTML file. It begins with the answer."""
         return (
             '<!doctype html><html lang="en"><head><meta charset="utf-8">'
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><title>{escape(self.title)}</title>'

@@ -22,9 +22,9 @@ from drivetrain.ui.sheet import Table
 if TYPE_CHECKING:
     import rich.progress
 
-SLOW_RANK = 0.1  # the progress line names the slowest rank where the others wait for it longer than this part of the time
+SLOW_RANK = 0.1  # the progress line names the slowest rank if the others wait longer for it than this share of the time
 BAR = 12  # characters of the bar
-LINE_EVERY_S = 10.0  # of training without an evaluation, where there is no terminal
+LINE_EVERY_S = 10.0  # between lines of training without an evaluation, without a terminal
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def is_live() -> bool:
 
 
 class PipeSafeStream(io.TextIOWrapper):
-    """An output stream that goes on without its reader: `drivetrain train | head -1` trains to the end."""
+    """An output stream that outlives its reader: `drivetrain train | head -1` trains to the end."""
 
     def write(self, text: str) -> int:
         with self._ignoring_a_closed_pipe():
@@ -55,12 +55,12 @@ class PipeSafeStream(io.TextIOWrapper):
 
 
 def prepare_output() -> None:
-    """Let standard output and error survive a closed pipe, characters they cannot encode, and being closed; show log messages."""
+    """Let standard output and error survive closing, a closed pipe and unencodable characters; show log messages."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed, as a daemon's
+        if stream is None:  # closed, as in a daemon
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for the life of the process
-        elif stream is getattr(sys, f"__{name}__"):  # not a test's or a notebook's
+        elif stream is getattr(sys, f"__{name}__"):  # not in a test or a notebook
             line_buffering = stream.line_buffering
             setattr(sys, name, PipeSafeStream(stream.detach(), stream.encoding, "replace", line_buffering=line_buffering))
     output.warn_plainly()
@@ -68,25 +68,25 @@ def prepare_output() -> None:
 
 
 def say(line: str) -> None:
-    """Log one line that the user should see also under `--quiet`."""
+    """Log one line that the user should see even under `--quiet`."""
     logger.warning("%s", line)
 
 
 class ProgressLine:
-    """Shows a run's records: a live line in a terminal; elsewhere a line for each evaluation, and one at times in between."""
+    """Shows a run's records: a live line in a terminal; elsewhere a line per evaluation and occasional ones in between."""
 
     def __init__(self, total_updates: int, epochs: int, done: int = 0) -> None:
         self.total, self.epochs = total_updates, epochs
         self._last: JsonMapping = {}
-        self._shown: int | None = None  # the update of the last line, whose figures no other repeats
-        self._first, self._began = done, time.monotonic()  # the updates that a resumed run has made already
+        self._shown: int | None = None  # the update of the last line; its figures are not repeated
+        self._first, self._began = done, time.monotonic()  # the earlier updates of a resumed run
         self._printed = self._began
         self._bar: rich.progress.Progress | None = None
         self._live = contextlib.ExitStack()
         if is_live():
             self._bar, self._task = _bar(total_updates)
             self._live.enter_context(self._bar)
-            self._live.enter_context(logs.above(self._bar.console))  # left first: its messages need the bar
+            self._live.enter_context(logs.above(self._bar.console))  # closed first: its messages need the bar
 
     def log(self, record: JsonMapping) -> None:
         """Show a training or evaluation record."""
@@ -117,19 +117,19 @@ class ProgressLine:
             self._print(text, None if again else record["update"])
 
     def _left(self, update: int) -> str:
-        """The time that the run is still going to take; "" where that is not known."""
+        """The remaining time of the run; "" if unknown."""
         made = update - self._first
         if made <= 0 or update >= self.total:
             return ""
         return f"about {duration((time.monotonic() - self._began) / made * (self.total - update))} left"
 
     def _print(self, line: str, update: int | None) -> None:
-        """Print a line, and the time that is left after an update."""
+        """Print a line, with the remaining time after an update."""
         self._printed = time.monotonic()
         echo("  ".join(filter(None, (line, self._left(update) if update is not None else ""))))
 
     def _text(self, r: JsonMapping, room: int | None = None, metrics: Sequence[str] = ()) -> str:
-        """A record as a line of at most `room` characters; what matters least is left out first."""
+        """A record as a line of at most `room` characters; the least important parts are left out first."""
         from drivetrain.core.machine.device import memory_now
 
         waits = r.get("rank_work_excess", 0.0)
@@ -163,7 +163,7 @@ def _bar(total: int) -> tuple[rich.progress.Progress, rich.progress.TaskID]:
     from rich.progress import BarColumn, Progress, TextColumn
 
     columns = BarColumn(bar_width=BAR), *(TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in ("left", "text"))
-    # Not rich's console for the whole process: it still knows whether its first output was a terminal, not whether this one is.
+    # Not rich's global console: it remembers whether the first output was a terminal, and does not check this one.
     bar = Progress(*columns, console=output.console(), refresh_per_second=4)
     return bar, bar.add_task("train", total=total, text="starting", left="")
 
@@ -183,7 +183,7 @@ def number(value: float) -> str:
 
 
 def show_result(result: Result, noted: bool = False) -> None:
-    """Show a run's result as a table; `noted` where lines above it have its remarks already."""
+    """Show a run's result as a table; `noted` is True if lines above it already have its remarks."""
     Table(("", "result"), result.rows(number, noted)).show()
     of_what, found = plots.of_result(result.tables)
     for name, values in found.items():
@@ -195,7 +195,7 @@ def show_result(result: Result, noted: bool = False) -> None:
 def show_jobs(results: Sequence[tuple[int, str, Result]], ranked_by: str | None = None, winner: int | None = None) -> None:
     """Show a sweep's jobs in one table. A job is (number, the overrides it does not share, result).
 
-    The last columns of the metrics are those that rank the jobs: the best evaluation of `ranked_by`. The `winner` has a star.
+    The last metric columns rank the jobs: the best evaluation of `ranked_by`. The `winner` has a star.
     """
     names = list(dict.fromkeys((r.judged_by, n) for _, _, r in results for n in r.judged("final")))
     ranks = list(dict.fromkeys(r.judged_by for _, _, r in results if ranked_by in r.judged("best")))

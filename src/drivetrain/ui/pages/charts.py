@@ -1,4 +1,4 @@
-"""Charts as SVG: curves, dots and marks on linear or logarithmic axes, each with its text for who cannot see it."""
+"""Charts as SVG: curves, dots and marks on linear or logarithmic axes, each with a text alternative."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from drivetrain.ui.sheet import Cell, Drawn, PagePart, Section, Table, breakable
 if TYPE_CHECKING:
     import numpy as np
 
-WIDTH, HEIGHT = 340, 190  # of a chart in its own units, near the pixels that it is shown in
-LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 34  # around the curves
+WIDTH, HEIGHT = 340, 190  # of a chart in its own units, close to displayed pixels
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 34  # margins around the curves
 MAX_POINTS = 160  # of a curve
 COLOURS, DASHES = 8, 4
 NAMED = 16  # curves that the key below a chart names
-WHOLE = ("updates", "samples", "round")  # counts: no axis of them has half a number
-SMALLEST, LARGEST = 1e-100, 1e100  # values that are shown; smaller ones count as 0
+WHOLE = ("updates", "samples", "round")  # counts: their axes have whole numbers only
+SMALLEST, LARGEST = 1e-100, 1e100  # smaller values are shown as 0
 
 
 @dataclass(frozen=True)
 class ChartLine:
-    """A line of a chart: its name, and (x, y) in ascending order of x. A faint one is behind the others, and in no key."""
+    """A line of a chart: its name, and (x, y) in ascending order of x. A faint line is behind the others and not in the key."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -37,7 +37,7 @@ class ChartLine:
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of values, and where it lies in a chart."""
+    """A range of values, and its position in a chart."""
 
     low: float
     high: float
@@ -54,7 +54,7 @@ class Axis:
         return self.start + (self.end - self.start) * share
 
     def data(self) -> str:
-        """The numbers from which the page's script reads a place's value."""
+        """The axis as JSON, from which the page's script converts a position to a value."""
         return escape(json.dumps([self.low, self.high, self.start, self.end, int(self.log)]))
 
 
@@ -62,10 +62,10 @@ def curves(
     title: str, given: Sequence[ChartLine], x: str = "updates", log: bool = False, log_x: bool = False, kind: str = "",
     dots: int = 0, zero: bool = False, marks: Sequence[tuple[str, float]] = (), names: Sequence[str] = (), keyed: bool = True,
 ) -> str:  # fmt: skip
-    """A chart of curves over `x`, the first `dots` of them as dots; "" where there is no point. `keyed`: their names stand below.
+    """A chart of curves over `x`, the first `dots` of them as dots; "" without any point. `keyed` adds a key below.
 
-    `log` axes leave out values that are not above 0. `zero` begins the vertical axis at 0. `marks` are named vertical lines.
-    `kind` is a class of the figure. With `names` the values along `x` are the numbers of these.
+    `log` axes leave out values of 0 and below. `zero` begins the vertical axis at 0. `marks` are named vertical lines.
+    `kind` is the figure's CSS class. With `names`, values along `x` are indices into them.
     """
     given = sorted(given, key=lambda curve: curve.faint)
     drawable = [(n, curve.name, _drawable(curve.points, log, log_x)) for n, curve in enumerate(given)]
@@ -98,13 +98,13 @@ def curves(
 
 
 def grid(charts: Sequence[str]) -> str:
-    """Charts side by side, as many as fit; "" where there is none."""
+    """Charts in rows of as many as fit; "" without any chart."""
     found = [chart for chart in charts if chart]
     return f'<div class="charts">{"".join(found)}</div>' if found else ""
 
 
 def spans_decades(values: Sequence[float], least: float = 10.0) -> bool:
-    """True if values want a logarithmic axis: all are above 0, and the largest is `least` times the smallest."""
+    """True if values need a logarithmic axis: all are above 0, and the largest is `least` times the smallest."""
     return bool(values) and min(values) > 0 and max(values) >= least * min(values)
 
 
@@ -122,7 +122,7 @@ def _style(number: int) -> str:
 
 
 def _drawable(points: Sequence[tuple[float, float]], log: bool, log_x: bool) -> list[tuple[float, float]]:
-    """The points that the axes can show: what a spoilt file says may have no place on any."""
+    """The points that the axes can show: values of a damaged file may fit on none."""
     rounded = [tuple(0.0 if abs(v) < SMALLEST else v for v in point) for point in points if all(abs(v) < LARGEST for v in point)]
     return [(x, y) for x, y in rounded if (y > 0 or not log) and (x > 0 or not log_x)]
 
@@ -158,7 +158,7 @@ def ticks(axis: Axis, most: int = 5) -> list[float]:
 
 
 def _grid(along: Axis, up: Axis, x: str, names: Sequence[str] = ()) -> str:
-    """The lines behind the curves with their numbers, and the name of the horizontal axis."""
+    """The grid lines with their numbers, and the name of the horizontal axis."""
     floor, drawn = HEIGHT - BOTTOM, []
     for value in ticks(up):
         y = up.at(value)
@@ -186,7 +186,7 @@ def _in_words(name: str, points: Sequence[tuple[float, float]]) -> str:
 
 
 def key(numbered: Sequence[tuple[int, str]]) -> str:
-    """The names of curves with their colours, by the numbers that they have in a chart."""
+    """The key: names of curves with their colours, by their numbers in the chart."""
     lines = "".join(
         f'<li><svg viewBox="0 0 22 10" aria-hidden="true"><path class="{_style(n)}" stroke-width="3" d="M0 5H22"/></svg>'
         f"{escape(name)}</li>"
@@ -195,18 +195,18 @@ def key(numbered: Sequence[tuple[int, str]]) -> str:
     return f'<ul class="key">{lines}</ul>'
 
 
-MOST_CLASSES = 30  # of a matrix that is shown whole; of a larger one, the classes confused most
+MOST_CLASSES = 30  # of a matrix that is shown whole; a larger one shows the classes confused most
 ROWS = 40  # of a table of classes
 SHARES = ("precision", "recall", "f1", "iou")  # columns that get a bar
 
 
 def sections(found: Mapping[str, JsonMapping], of: str, level: int = 2) -> list[Section]:
-    """A section for each table of an evaluation; `of` says what it is of."""
+    """A section for each table of an evaluation; `of` names its set."""
     body: list[Section] = []
     for name, values in found.items():
         title = f"{name.replace('_', ' ').capitalize()}, {of}"
         if plots.is_confusion(values) and len(values["rows"]) <= MOST_CLASSES:
-            how = remarks("A row is a class, a column what it was predicted as. The darker, the larger the share.")
+            how = remarks("Rows are classes, columns predictions. Darker cells have a larger share of the class.")
             body += under(title, how, matrix(values, title), level=level)
         else:
             shown = plots.shown(name, values, MOST_CLASSES if plots.is_confusion(values) else ROWS)
@@ -218,7 +218,7 @@ def sections(found: Mapping[str, JsonMapping], of: str, level: int = 2) -> list[
 
 
 def matrix(values: JsonMapping, title: str) -> PagePart:
-    """A confusion matrix; a cell's ground is as dark as its share of the class."""
+    """A confusion matrix; a cell's background darkens with its share of the class."""
     names = [str(name) for name in values["rows"]]
     rows: list[list[Cell]] = []
     for name, counts in zip(names, values["values"], strict=True):
@@ -232,7 +232,7 @@ SIDE = 96  # pixels of a tile at most
 
 
 def tile(pixels: np.ndarray, name: str, target: str, prediction: str, kind: str) -> str:
-    """A picture (h, w, 3), uint8, with what it is and what was predicted, which is right, wrong or a matter of degree ("")."""
+    """A picture (h, w, 3), uint8, with its target and prediction. `kind`: right, wrong or "" if neither."""
     mark = {"right": "✓ ", "wrong": "✗ ", "": ""}[kind]
     is_ = f"{escape(target)}<br>" if target else ""
     said = escape(f"{name}: {target}, predicted {prediction}")
@@ -253,6 +253,6 @@ def _png(picture: np.ndarray) -> bytes:
 
     image, file = Image.fromarray(picture), io.BytesIO()
     if max(image.size) > SIDE:
-        image.thumbnail((SIDE, SIDE), Image.Resampling.BOX)  # each pixel is the mean of those that it stands for
+        image.thumbnail((SIDE, SIDE), Image.Resampling.BOX)  # each pixel is the mean of the pixels it replaces
     image.save(file, "PNG")
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""What runs came to: their names, their table, and in one sentence what became of one, or which of several is the best."""
+"""Results of runs: names, a table, and one sentence with the outcome of one run or the best of several."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from drivetrain.run.result import Result
 from drivetrain.ui.sheet import Table, figure, setting
 from drivetrain.ui.terminal import duration, number
 
-WIDTH = 100  # characters of a table where there is no terminal
+WIDTH = 100  # characters of a table without a terminal
 MAX_ROWS = 40  # in the terminal
 SPARE = (  # columns that a narrow table leaves out, in this order
     "folder", "samples/s, middle 80 %", "update, 95th percentile", "updates made", "compiling", "waiting for data", "peak memory",
     "update, median", "run time", "samples/s",
 )  # fmt: skip
-UNREADABLE = "its result.json is none that drivetrain writes"
-Target = float | Reach | None  # a number is of the runs' own metric
+UNREADABLE = "its result.json is not one of drivetrain's"
+Target = float | Reach | None  # a number means the runs' own metric
 
 
 def said(target: Target) -> str:
@@ -35,14 +35,14 @@ def time_to(target: Target) -> str:
 
 
 def common_target(runs: Sequence[RunFiles]) -> float | None:
-    """The metric's value that all completed runs reached: the worst of their best values. None where their metrics differ."""
+    """The metric's value that all completed runs reached: the worst of their best values. None if their metrics differ."""
     found = [(run.best(), run.metric) for run in runs if run.status == "completed" and run.metric]
     values = [value for value, _ in found if value is not None]
     return ((min if found[0][1][1] else max)(values)) if values and len({metric for _, metric in found}) == 1 else None
 
 
 def named(runs: Sequence[RunFiles], without: Collection[str] = ()) -> list[str]:
-    """A name for each run: the overrides that not all runs have, and a number where several have the same."""
+    """A name for each run: the overrides that not all runs share, numbered if several runs have the same."""
     words = [[word for word in run.label.split() if key_of(word) not in without] for run in runs]
     common = set(words[0]).intersection(*words[1:]) if len(words) > 1 else set()
     names = [" ".join(word for word in each if word not in common) or "the default" for each in words]
@@ -54,9 +54,9 @@ def named(runs: Sequence[RunFiles], without: Collection[str] = ()) -> list[str]:
 
 
 def table(runs: Sequence[RunFiles], target: Target, ranked: bool = False) -> Table:
-    """The table: name, metric, speed, then the keys that differ and the other figures; no column that is empty in all rows.
+    """The table: name, metric, speed, then the keys that differ and the other figures, without empty columns.
 
-    `ranked`: the time to the target stands beside the name.
+    `ranked`: the time to the target follows the name.
     """
     keys = sorted(differing(runs), key=lambda key: "." in key)  # options before their settings
     metrics = {run.metric[0] for run in runs if run.metric}
@@ -67,13 +67,13 @@ def table(runs: Sequence[RunFiles], target: Target, ranked: bool = False) -> Tab
     first = [*([time_to(target)] if ranked else []), f"best {metric}", "samples/s", "status"]
     columns = {"run": named(runs), **{name: figures.pop(name) for name in first}}
     columns |= {f"{key} (config)" if key in taken else key: [setting(run.config.get(key)) for run in runs] for key in keys}
-    settings = sorted(keys, key=lambda name: "." not in name)  # the run's name has those that were set
+    settings = sorted(keys, key=lambda name: "." not in name)  # the run's name already shows the settings
     spare = [*SPARE, *([] if ranked else [time_to(target)]), f"{metric} at the end", "error", *settings]
     return Table.of(columns | figures, spare=spare, width=WIDTH, most=MAX_ROWS).used(4)
 
 
 def _figures(run: RunFiles, target: Target, metric: str) -> dict[str, str]:
-    """A run's figures as text, from its result, or from its records so far."""
+    """A run's figures as text, from its result or its records so far."""
     r, rates = run.result, run.rates()
     form = f"{run.metric[0]} {{:.4f}}" if metric == "metric" and run.metric else "{:.4f}"
     reached = run.to_target(target) if target is not None else None
@@ -93,7 +93,7 @@ def _figures(run: RunFiles, target: Target, metric: str) -> dict[str, str]:
 
 
 def costs(result: Result | None) -> dict[str, str]:
-    """What a run took beside its time, as text; a dash where that is not known."""
+    """The costs of a run other than its total time, as text; a dash if unknown."""
     r = result or Result("")
     return {
         "update, median": figure(r.step_ms_p50, "{:.2f} ms"),
@@ -105,7 +105,7 @@ def costs(result: Result | None) -> dict[str, str]:
 
 
 def verdict(runs: Sequence[RunFiles], target: Target = None) -> str:
-    """What one run became, or the best of several, or the first of them at a target."""
+    """The outcome of one run, or the best of several, or the first to reach a target."""
     if len(runs) == 1:
         return _of_one(runs[0])
     completed = sum(run.status == "completed" for run in runs)
@@ -132,7 +132,7 @@ def verdict(runs: Sequence[RunFiles], target: Target = None) -> str:
 
 
 def rank(run: RunFiles) -> tuple[bool, tuple[float, float]]:
-    """The place of a run, the least the best; runs without one come last."""
+    """The rank of a run, lowest is best; runs without a value come last."""
     place = run.place()
     return place is None, place or (0.0, 0.0)
 
@@ -162,7 +162,7 @@ def alone_at(run: RunFiles, target: float | Reach) -> str:
 
 
 def _of_one(run: RunFiles) -> str:
-    """The sentence on what was trained, how long, with which result, and how it ended."""
+    """The sentence on the training, its length, its result and its end."""
     what = " on ".join(str(run.config[key]) for key in ("model", "data") if key in run.config) or "This run"
     if run.config.get("model") == "timm" and "model.name" in run.config:
         what = what.replace("timm", str(run.config["model.name"]), 1)
@@ -187,7 +187,7 @@ def _of_one(run: RunFiles) -> str:
 
 
 def _judged(run: RunFiles) -> str:
-    """The metric that ranks the run's models, on each set: of the best checkpoint where the run kept it, else at the end."""
+    """The metric that ranks the run's models, on each set: of the best checkpoint if the run kept it, else at the end."""
     name = run.selection.name if run.selection else ((run.result.selection or {}).get("metric", "") if run.result else "")
     if run.result is None:
         value = run.best()

@@ -1,4 +1,4 @@
-"""The page of runs: what came of one, or which of several is the best; how they went, and how to make them again."""
+"""The page of runs: the outcome of one or the best of several, their curves, and the commands to reproduce them."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ from drivetrain.ui.sheet import (
 from drivetrain.ui.terminal import duration, number
 
 FILE = "report.html"  # in the run's directory
-MOST_AT_END = 4 * files.MB  # bytes of a metrics.jsonl that the end of a run draws: about a quarter of a second
-OVER = ("updates", "samples", "seconds")  # what curves can be drawn over
+MOST_AT_END = 4 * files.MB  # bytes of a metrics.jsonl that is drawn at the end of a run: about a quarter of a second
+OVER = ("updates", "samples", "seconds")  # horizontal axes of the curves
 MAX_CURVES = 60  # runs with curves
-MOST_NAMED = 5  # of them that have a colour: the best ones, the first and the worst
-MOST_TABLES = 6  # runs whose confusion matrices are shown; those of more are in their result.json
+MOST_NAMED = 5  # coloured ones among them: the best, the first and the worst
+MOST_TABLES = 6  # runs with confusion matrices on the page; those of more runs are in their result.json
 MOST_SETTINGS = 12  # settings that are drawn
-MOST_NAMES = 8  # values of a setting that are no numbers
-OF_TRAINING: dict[str, tuple[str, float, bool]] = {  # figure of a record → title, factor, whether its axis is logarithmic
+MOST_NAMES = 8  # non-numeric values of a setting
+OF_TRAINING: dict[str, tuple[str, float, bool]] = {  # figure of a record → title, factor, logarithmic axis
     "lr": ("Learning rate", 1.0, False),
     "grad_norm": ("Gradient norm, before clipping", 1.0, True),
     "samples_per_second": ("Speed, samples a second", 1.0, False),
@@ -69,7 +69,7 @@ OF_TRAINING: dict[str, tuple[str, float, bool]] = {  # figure of a record → ti
 
 
 def write(run_dir: Path, known: tuple[JsonObject, JsonObject] | None = None) -> Path | None:
-    """Write the page at the run's end, where its records are few enough to cost no time; return its path if it was written.
+    """Write the page at the run's end unless that would take long; return its path if it was written.
 
     `known` is as in `reader.read`.
     """
@@ -87,13 +87,12 @@ def sheet_of(
     target: Target = None,
     folder: Path = Path(),
 ) -> Sheet:
-    """The sheet of one run, with sections that show `samples`, or of several: the answer, their table, and what only a page has.
+    """The sheet of one run, with sections for `samples`, or of several: the answer, their table, and the page's own sections.
 
-    With a `target` that was asked for, the runs stand by their time to it. The page is in `folder`, from where links lead to the
-    runs' pages.
+    With a requested `target`, runs are sorted by their time to it. Links to the runs' pages are relative to `folder`.
     """
     best, names = sorted(range(len(runs)), key=lambda n: rank(runs[n]))[:MAX_CURVES], named(runs)
-    shown = [(names[n], runs[n]) for n in sorted(best)]  # as they were started
+    shown = [(names[n], runs[n]) for n in sorted(best)]  # in their original order
     if len(runs) == 1:
         (run,) = runs
         title, first, body = f"{run.label} – drivetrain run", [], [*_came_of(run), *_curves(shown), *_took(run), *_classes(shown)]
@@ -135,19 +134,19 @@ def _took(run: RunFiles) -> list[Section]:
 
 
 def _compared(runs: Sequence[RunFiles], repeats: Table | None, target: Target, folder: Path) -> list[Section]:
-    """The table of several runs, the settings they share, and the rows over seeds and folds."""
+    """The table of several runs, their common settings, and the rows over seeds and folds."""
     ranked, of = target is not None, common_target(runs) if target is None else target
     found, same = table(runs, of, ranked).differing(always=3)
     said = [f"Curves are those of the best {MAX_CURVES}."] if len(runs) > MAX_CURVES else []
     if repeats is None:
-        said.append("Each config ran with one seed. Several, as in runtime.seed=0,1,2, tell whether a difference is chance.")
+        said.append("Each config ran with one seed. Several, as in runtime.seed=0,1,2, show whether a difference is chance.")
     said += [f"The same for all: {', '.join(f'{name} {cell}' for name, cell in same)}."] if same else []
     over = under(repeats.name, repeats) if repeats is not None else []
     return [_drawn(runs, found, of, ranked, folder), remarks(*said), *over]
 
 
 def _classes(runs: Sequence[tuple[str, RunFiles]]) -> Iterator[Section]:
-    """The tables of classes: of one run as they are, of several after a click."""
+    """The tables of classes: open for one run, after a click for several."""
     for name, result in [(name, run.result) for name, run in runs if run.result and run.result.tables][:MOST_TABLES]:
         of_what, found = plots.of_result(result.tables)
         if len(runs) == 1:
@@ -159,13 +158,13 @@ def _classes(runs: Sequence[tuple[str, RunFiles]]) -> Iterator[Section]:
 def _no_samples(run: RunFiles) -> list[Section]:
     return under(
         "Samples with predictions",
-        words("This command adds the worst samples and some others, where the run has kept its weights:"),
+        words("This command adds the worst samples and some others, if the run kept its weights:"),
         commands(f"drivetrain report {shlex.quote(place_of(run)[0])}"),
     )
 
 
 def _winner(runs: Sequence[RunFiles], target: Target, ranked: bool) -> int | None:
-    """The number of the run that is highlighted: the first at the target, or else the best by the metric that all share."""
+    """The number of the highlighted run: the first at the target, else the best by the common metric."""
     if ranked and target is not None:
         return 0 if runs[0].to_target(target) is not None else None
     best = min(range(len(runs)), key=lambda n: rank(runs[n]))
@@ -210,7 +209,7 @@ def _results(result: Result, run: RunFiles) -> list[Section]:
     best = None
     for (of_set, when), figures in found.items():
         if when == "final" and found.get((of_set, "best"), {}).get("update") == result.updates:
-            continue  # it is the best
+            continue  # the last update is the best
         best = len(rows) if best is None and when == "best" and words["best"] == "best checkpoint" else best
         cells = [
             f"{number(figures[name])} {result.uncertainty(of_set, name, figures[name])}".rstrip()
@@ -243,9 +242,9 @@ def _speed(result: Result) -> list[Section]:
 
 
 def _curves(runs: Sequence[tuple[str, RunFiles]], coloured: Collection[str] = ()) -> list[Section]:
-    """How runs went, over what the reader chooses: their loss and metric, and of one run all that is recorded.
+    """Curves over the reader's choice of axis: loss and metric, and for one run all recorded figures.
 
-    Of several the `coloured` ones are named above the charts; the others are faint.
+    Among several runs the `coloured` ones are named above the charts; the others are faint.
     """
     runs = sorted(runs, key=lambda each: each[0] not in coloured)
     if not any(drawn := [chart for n, over in enumerate(OVER) for chart in _over(runs, over, f"over{n}", coloured)]):
@@ -284,7 +283,7 @@ def _over(runs: Sequence[tuple[str, RunFiles]], over: str, kind: str, coloured: 
 
 
 def _judged(runs: Sequence[tuple[str, RunFiles]], metric: str, over: str, coloured: Collection[str]) -> list[ChartLine]:
-    """A curve of a figure for each run; of one run for each set that it selects by."""
+    """A curve of a figure for each run; a single run has a curve for each evaluated set."""
     if len(runs) > 1:
         of = {name: run.selection.name if run.selection else metric for name, run in runs}
         return [ChartLine(name, points(run.evaluated, over, of[name]), name not in coloured) for name, run in runs]
@@ -295,12 +294,12 @@ def _judged(runs: Sequence[tuple[str, RunFiles]], metric: str, over: str, colour
 
 
 def points(found: Points, over: str, name: str) -> list[tuple[float, float]]:
-    """The values of a figure over updates or seconds, where it has a number."""
+    """The numeric values of a figure over updates or seconds."""
     return [(x, y) for x, y in zip(getattr(found, over), found.curve(name), strict=True) if y is not None]
 
 
 def _settings(runs: Sequence[RunFiles]) -> list[str]:
-    """The best value of the metric over each setting in which the runs differ, and the mean for each of its values."""
+    """The best value of the metric over each differing setting, with the mean for each of its values."""
     metric = next((each.metric[0] for each in runs if each.metric), None)
     found = []
     given = {key_of(word) for run in runs for word in overrides_of(run)}.difference(REPEATS)
@@ -321,7 +320,7 @@ def _settings(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _changes(run: RunFiles) -> list[Section]:
-    """The settings that the run chose otherwise than the default recipe."""
+    """The run's settings that differ from the default recipe."""
     rows = [(key, setting(value, "null"), setting(_default(run.config, key), "null")) for key, value in run.changed.items()]
     found = Table(("key", "this run", "default"), rows, "Keys that the run set", ("this run", "default"))
     nothing = words("Nothing." if run.config else "Its recipe.yaml cannot be read.")
@@ -329,7 +328,7 @@ def _changes(run: RunFiles) -> list[Section]:
 
 
 def _default(config: dict[str, Any], key: str) -> Any:
-    """The value that drivetrain's own files of options give a key, as it is written there; "–" where they have none."""
+    """A key's default in drivetrain's option files, as written there; "–" without one."""
     group, _, name = key.partition(".")
     if not name:
         return {**catalog.root_config(), **catalog.default_options()}.get(key, "–")
@@ -338,9 +337,9 @@ def _default(config: dict[str, Any], key: str) -> Any:
 
 
 def place_of(run: RunFiles) -> tuple[str, ...]:
-    """The run's folder, as commands name it, and a remark.
+    """The run's folder for use in commands, and a remark.
 
-    It is called RUN where its path comes from the environment, whose values are written nowhere: they may be secrets.
+    The folder is called RUN if its path comes from the environment: such values may be secrets and are never written.
     """
     local = run.environment.get("machine_local")
     words = [str(local.get("output_dir"))] if isinstance(local, dict) else []
@@ -349,26 +348,26 @@ def place_of(run: RunFiles) -> tuple[str, ...]:
 
 
 def overrides_of(run: RunFiles) -> list[str]:
-    """The overrides that the run was started with."""
+    """The run's overrides."""
     found = run.result.overrides if run.result else run.environment.get("overrides", [])
     return [str(word) for word in found]
 
 
 def _again(run: RunFiles) -> list[Section]:
-    """The commands that make the run again, go on with it, and use it."""
+    """The commands to repeat, resume and use the run."""
     place, given = shlex.quote(place_of(run)[0]), overrides_of(run)
     local = run.environment.get("machine_local")
     own = [word for word in given if isinstance(local, dict) and key_of(word) in local and key_of(word) != "output_dir"]
     if objects := objects_in(given):
-        only = f"Only the program that made it can: {' '.join(objects)} are objects of it (drivetrain.train)."
+        only = f"Only its own program can: {' '.join(objects)} are that program's objects (drivetrain.train)."
         return under("How to reproduce it", words(only))
     recipe = shlex.join([f"recipe={place_of(run)[0]}/recipe.yaml", *own])
     body = [words("The same command again:"), commands(shlex.join(["drivetrain", "train", *given]))]
     if run.config:
-        body += [words("Every setting as it was then, also where defaults have changed since:")]
+        body += [words("Every setting of that time, even if defaults have changed since:")]
         body.append(commands(f"drivetrain train {recipe}"))
     body += [
-        words("To go on with it where it ended, evaluate it again, or use it:"),
+        words("To resume it from its end, evaluate it again, or use it:"),
         commands(f"drivetrain train resume={place}", f"drivetrain evaluate {place}", f"drivetrain predict {place} FILE"),
     ]
     return under("How to reproduce it", *body)
@@ -379,7 +378,7 @@ def _environments(runs: Sequence[RunFiles]) -> list[Section]:
     found: dict[str, tuple[Section, list[str]]] = {}
     for name, run in zip(named(runs), runs, strict=True):
         known = machine(run.environment)
-        about = known if known.rows else words("It left no record of that.")
+        about = known if known.rows else words("No record of the machine.")
         found.setdefault(about.html, (about, []))[1].append(name)
     if len(found) == 1:
         return [about for about, _ in found.values()]
