@@ -132,7 +132,7 @@ def test_a_run_that_stopped_ends_with_the_weights_of_one_that_did_not(tiny, word
 
 
 def test_a_run_with_readers_or_other_ranks_is_told_what_to_set(train):
-    with pytest.raises(UserError, match="has a state, which only loader=sync keeps in step"):
+    with pytest.raises(UserError, match="has a state, and only loader=sync keeps it in step"):
         train(*WORDS, "loader=workers")
     part = train(*WORDS, "updates=5")
     assert evaluate(part.run_dir, ["trust=[drawing_sets,streams]"]).metrics == part.tested("final")

@@ -85,7 +85,7 @@ def test_a_state_that_cannot_be_saved_is_refused_before_the_run(train):
 @pytest.mark.parametrize("loader", [Workers(num_workers=1), Threads(1), DeviceLoader(), DeviceLoader("sync"), Resident()])
 def test_only_the_loop_itself_reads_a_set_with_a_state(loader):
     pipeline = Pipeline(OwnSource(Curriculum(), "data.target", Stack()), (), None, 0)
-    assert "data (Curriculum) has a state, which only loader=sync keeps in step" in loader.refusal(pipeline)
+    assert "data (Curriculum) has a state, and only loader=sync keeps it in step" in loader.refusal(pipeline)
     assert Loader().refusal(pipeline) is None
     auto = AutoLoader(budget_s=0.01)
     auto.autotune(pipeline, 8, 2, torch.device("cpu"))

@@ -576,7 +576,7 @@ def test_a_run_is_the_same_with_any(train):
 
 
 def test_what_cannot_be_is_refused(problems):
-    assert any("has nothing to do for data=synthetic" in p for p in problems("loader=workers"))
+    assert any("has nothing to do: data=synthetic" in p for p in problems("loader=workers"))
     words = ["loader=workers", "data=digits"]
     assert any("loader.num_workers=0" in p for p in problems(*words, "loader.num_workers=0"))
     assert any("loader.timeout_s=-1" in p for p in problems(*words, "loader.timeout_s=-1"))
@@ -691,7 +691,7 @@ def test_what_has_several_shapes_is_not_resident():
         def fetch(self, indices):
             return {"a": torch.zeros(len(indices), int(indices.max()))}, indices
 
-    with pytest.raises(UserError, match=r"holds samples of one shape, and these have \[255\] and \[299\]"):
+    with pytest.raises(UserError, match=r"holds samples of one shape, but these have \[255\] and \[299\]"):
         read_trees(Resident(), Pipeline(Growing(), (), None, 0))
 
 

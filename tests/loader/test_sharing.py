@@ -506,7 +506,7 @@ def test_rows_that_a_collate_leaves_out_are_counted(path, caplog):
     for _ in range(2):  # said once
         list(Loader().stream(work, batch.requests(0, 0, World(), False), CPU, torch.contiguous_format))
     (said,) = caplog.messages
-    assert said == "data.collate made 16 rows of 24 samples: an update is the mean over the rows that came"
+    assert said == "data.collate made 16 rows of 24 samples: an update is the mean over the actual rows"
     nothing = Accumulate(global_batch=1, accumulation_steps=1).over(shuffled(COUNT))
     with pytest.raises(DataError, match="made no row of the samples"):
         list(Loader().stream(work, nothing.requests(0, 0, World(), False), CPU, torch.contiguous_format))

@@ -154,7 +154,7 @@ def test_its_blocks_are_those_that_it_names_itself(make):
     ("kind", "more", "says"),
     [
         ("Llama", {"num_key_value_heads": 1}, "a block's 1 heads do not divide into 2 ranks"),
-        ("Qwen3", {"num_key_value_heads": 2, "head_dim": 8}, "Qwen3DecoderLayer has styles that drivetrain does not shard by"),
+        ("Qwen3", {"num_key_value_heads": 2, "head_dim": 8}, "Qwen3DecoderLayer has styles unknown to drivetrain"),
         ("Bert", {"is_decoder": True}, "as llama does and bert does not"),
     ],
 )

@@ -151,7 +151,7 @@ def test_what_cannot_be_cut_is_refused_with_its_reason():
     assert "stage 1 of 3 would have no weights to train" in reason(pools, list(pools), [(0, 1), (1, 3), (3, 4)])
     model = Own(in_a_row)
     model.register_forward_hook(lambda _, args, out: (out, out))
-    assert "takes models that give one tensor, and this one gives a tuple" in reason(model, list(model.blocks))
+    assert "takes models that give one tensor, but this one gives a tuple" in reason(model, list(model.blocks))
     model = Own(lambda blocks, x: in_a_row(blocks[2:], blocks[1](blocks[0](x)[0])))
     model.blocks[0].register_forward_hook(lambda _, args, out: None)
     inner = model.blocks[0].forward

@@ -158,12 +158,12 @@ def test_phases_share_their_own_weights(ranks, make):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["optimizer=sam"], "updates each weight by itself"),
+        (["optimizer=sam"], "updates each weight separately"),
         (["optimizer=schedulefree", "scheduler=constant"], "wants all averages"),
         (["optimizer=timm", "optimizer.name=lamb"], "the norm of all gradients"),
-        (["precision=bf16_pure"], "it keeps all of its own copies"),
+        (["precision=bf16_pure"], "it keeps copies of all weights"),
         (["compile=step"], "its graph is the same on all ranks"),
-        (["precision=amp", "parallel.find_unused_parameters=true"], "must tell of an overflow"),
+        (["precision=amp", "parallel.find_unused_parameters=true"], "must report an overflow"),
     ],
 )
 def test_what_cannot_share_its_states_is_refused(problems, words, why):
@@ -173,7 +173,7 @@ def test_what_cannot_share_its_states_is_refused(problems, words, why):
 
 def test_one_rank_shares_nothing_and_says_so():
     run = prepare(["parallel=ddp", "parallel.nproc=1", "runtime.device=cpu", SHARED]).run
-    assert "parallel.shard_optimizer=true shares nothing: there is one rank" in [*run.parallel.advise(run)]
+    assert "parallel.shard_optimizer=true has no effect: there is one rank" in [*run.parallel.advise(run)]
 
 
 def test_more_ranks_than_weights_are_refused(ranks, make):

@@ -369,7 +369,7 @@ def test_more_ranks_than_devices_are_refused(monkeypatch):
 
 def test_what_mps_cannot_do_is_refused(monkeypatch):
     _, (problem,) = of_devices(monkeypatch, Accelerator("mps", 1), "parallel=ddp", "runtime.device=mps")
-    assert "parallel=ddp needs collectives, and MPS has none" in problem
+    assert "parallel=ddp needs collectives, but MPS has none" in problem
 
 
 def test_split_needs_devices_that_there_are(monkeypatch):

@@ -150,7 +150,7 @@ class Command:
 STATES = {  # what is seen before torch reads it
     "a state that inflates": (lambda f: archive_of(f, members(f), zipfile.ZIP_DEFLATED), "it is compressed"),
     "no archive": (lambda f: f.write_bytes(b"nothing of the kind"), "it cannot be read"),
-    "an archive without a structure": (lambda f: zipfile.ZipFile(f, "w").close(), "it has no structure"),
+    "an archive without a structure": (lambda f: zipfile.ZipFile(f, "w").close(), "it has no readable structure"),
     "a call for empty bytes": (
         pickled(b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x00\x02\x85R."), "it names bytearray",
     ),
@@ -437,10 +437,10 @@ WRONG = {
     "a negative place": ("at", -1, "names a part outside"),
     "a place that is no number": ("at", True, "names a part outside"),
     "a part outside of its tensor": ("offsets", [1, 1], "is outside of a tensor"),
-    "a part that is not all": ("shape", [1, 3], "are not all of it"),
-    "no part": ("pieces", [], "are not all of it"),
+    "a part that is not all": ("shape", [1, 3], "do not cover it"),
+    "no part": ("pieces", [], "do not cover it"),
     "another shape": ("shape", [2, 10**12], "is outside of a tensor"),
-    "another type": ("dtype", "float64", "the state says"),
+    "another type": ("dtype", "float64", "but in the state"),
     "words for numbers": ("offsets", "00", "is outside|offsets"),
     "no list": ("pieces", 3, "is no list of a checkpoint's parts"),
 }
@@ -555,5 +555,5 @@ def test_parts_that_are_more_than_the_whole_are_refused(saved):
     content = json.loads(file.read_text())
     content["model/a"]["pieces"] *= 2
     file.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="are not all of it"):
+    with pytest.raises(UserError, match="do not cover it"):
         sharded_checkpoint.read(saved, OF_PARTS, PLAIN)

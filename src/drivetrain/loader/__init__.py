@@ -1,4 +1,4 @@
-"""The way of samples from the data to the device."""
+"""Loaders bring samples from the data to the device."""
 
 from drivetrain.loader.base import Loader, Pipeline
 

@@ -1,4 +1,4 @@
-"""loader=auto: measures the loaders on this machine, this data and this batch, and takes the best."""
+"""loader=auto: measures the loaders on this machine, data and batch, and takes the best."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ logger = logging.getLogger(__name__)
 
 
 class Cost(NamedTuple):
-    """Seconds: to start, and then for each step."""
+    """Seconds to start, and seconds per step."""
 
     start: float
     step: float
 
     def of(self, steps: float) -> float:
-        """Seconds for so many steps, the start included."""
+        """Seconds for a number of steps, including the start."""
         return self.start + steps * self.step
 
     def pays_after(self, base: Cost) -> int | None:
-        """The number of steps that takes no longer than with `base`, and from which on it is faster; None: it never is."""
+        """The break-even number of steps, from which on it is faster than `base`; None: it never is."""
         saved = base.step - self.step
         return max(0, math.ceil((self.start - base.start) / saved)) if saved > 0 else None
 
 
 SIMPLEST = "loader=sync"
-TIE = 0.95  # of the least cost: the simplest loader that comes this near is chosen
+TIE = 0.95  # tolerance above the least cost, within which the simplest loader is chosen
 ROUNDS = 3
-SHARE = 0.2  # of what loader=sync takes for the run: measuring the others may take as long
+SHARE = 0.2  # share of the run's time with loader=sync that measuring the others may take
 
 
 class AutoLoader(Loader):
     """Each loader reads the same batches, in turns. The fastest for the whole run is chosen; of equally fast ones, the simplest.
 
-    The time of a run is that of the loader's start and of all its batches, so a short run takes a loader that starts at once.
-    On a device time is wall time. On a CPU the step needs the cores too, so time is core-seconds, or wall time where nobody runs.
-    Measuring ends when it has taken a fifth of what loader=sync takes for the run; otherwise the first round is whole, and the
-    others end after `budget_s` seconds.
+    A run's time is the loader's start plus all batches, so a short run prefers a loader that starts at once. On a device, time
+    is wall time. On a CPU the step needs the cores too, so time is core-seconds, or wall time while nothing runs. Measuring
+    ends after a fifth of loader=sync's time for the run; otherwise it completes the first round, and further rounds end after
+    `budget_s` seconds.
     """
 
     effect = "close"
-    changes = "samples may be augmented on the device, which rounds otherwise"
+    changes = "samples may be augmented on the device, which rounds differently"
 
     def __init__(self, budget_s: Positive = 5.0) -> None:
         self.budget_s = budget_s
@@ -73,11 +73,11 @@ class AutoLoader(Loader):
         return {"chosen": self._name}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Take the loader that the run began with where the other would augment elsewhere, which rounds otherwise."""
+        """Keep the run's first loader if the other would augment on another device, which rounds differently."""
         before = self._loaders.get(str(state.get("chosen")), self._chosen)
         if before.augments_on_device != self._chosen.augments_on_device:
             self._name = str(state["chosen"])
-            logger.info(f"loader=auto goes on with {self._name}, with which the run began: the samples stay the same")
+            logger.info(f"loader=auto keeps the run's first loader, {self._name}, so that samples stay the same")
 
     def raise_if_worker_died(self, error: RuntimeError) -> None:
         self._chosen.raise_if_worker_died(error)
@@ -110,14 +110,14 @@ class AutoLoader(Loader):
         chosen = self._name = next(name for name, s in seconds.items() if s * TIE <= least)
         said = f"loader=auto took {chosen} for {batches:,} batches of {size}"
         if len(seconds) == 1:
-            return [f"{said}: it reads them in about {least:,.2g} s, so measuring the others would not pay"]
+            return [f"{said}: it reads them in about {least:,.2g} s, so measuring the others would not pay off"]
         others = ", ".join(f"{_short(name)} {seconds[chosen] / s:.2f}" for name, s in seconds.items() if name != chosen)
         unit = "samples/s" if device.type != "cpu" else "samples per second of cores and waits"
         speed = size * batches / seconds[chosen]
         return [f"{said}: {speed:,.0f} {unit}, its start included (others, relative to it: {others})"]
 
     def _measured(self, cost: CostPerBatch, batches: int) -> dict[str, list[Cost]]:
-        """Measure each loader in turns, the simplest first, as long as that can pay."""
+        """Measure the loaders in turns, the simplest first, as long as that can pay off."""
         costs: dict[str, list[Cost]] = {}
         began, pays = time.perf_counter(), math.inf
         for turn in range(ROUNDS):
@@ -142,20 +142,20 @@ def _short(overrides: str) -> str:
 
 
 class CostPerBatch:
-    """Measures what a loader takes: wall time on a device, else CPU time of this process and its children, and all waits.
+    """Measures a loader's cost: wall time on a device, else CPU time of this process and its children, plus all waits.
 
-    A wait is wall time in which none of them ran, as while a disk or a server answers. What other programs take from this thread
-    is none.
+    A wait is wall time in which none of them ran, for instance until a disk or a server answers. Time lost to other programs is
+    not a wait.
     """
 
     def __init__(self, pipeline: Pipeline, size: int, device: torch.device, batches: int = 4) -> None:
         self.pipeline, self.device, self.batches = pipeline, device, batches
         n = len(pipeline.source)
         self.requests = [Request(0, (torch.arange(size) + i * size) % n, 1.0) for i in range(batches + 1)]
-        pipeline(self.requests[0])  # what only the first read of all takes is no loader's
+        pipeline(self.requests[0])  # one-time costs of the very first read belong to no loader
 
     def measure(self, loader: Loader) -> Cost:
-        """Measure one loader: it reads one batch, then, started again, several more."""
+        """Measure one loader: it reads one batch and then, after a restart, several more."""
         both = zip(self._took(loader, 1), self._took(loader, self.batches + 1), strict=True)
         of_clocks = [(first, max(0.0, of_all - first) / self.batches) for first, of_all in both]
         return Cost(max(0.0, *(first - batch for first, batch in of_clocks)), max(batch for _, batch in of_clocks))
@@ -169,7 +169,7 @@ class CostPerBatch:
         return [now - then for now, then in zip(self._clocks(), began, strict=True)]
 
     def _clocks(self) -> tuple[float, ...]:
-        """Return wall time; on a CPU, the part in which this thread did not wait for a core, and the processor time of all."""
+        """Return wall time; on a CPU, wall time less this thread's waits for a core, and the processor time of all."""
         if self.device.type != "cpu":
             return (time.perf_counter(),)
         import resource
@@ -179,7 +179,7 @@ class CostPerBatch:
 
 
 def _delayed() -> float:
-    """Return how long this thread has waited for a core so far, in seconds; 0 where the system does not say."""
+    """Return this thread's waits for a core so far, in seconds; 0 if the system does not report them."""
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9

@@ -50,7 +50,7 @@ IN_FLIGHT = 8  # copies that may be queued: each holds a batch in pinned memory 
 
 @cache
 def side_stream(device: torch.device) -> torch.Stream:
-    """Return the stream that all loaders of this process copy on: the allocator keeps freed memory for each stream apart."""
+    """Return the copy stream of all loaders of this process: the allocator keeps freed memory separately for each stream."""
     stream: torch.Stream = torch.get_device_module(device).Stream(device)
     return stream
 
@@ -61,17 +61,16 @@ def copy_ahead(
     device: torch.device,
     ahead: int,
 ) -> Iterator[MicroBatch]:
-    """Yield the micro-batches that `to_device` makes of `batches`, each of which was started `ahead` batches before.
+    """Yield `to_device(batch)` for each of `batches`, started `ahead` batches early.
 
-    A micro-batch's memory belongs to the side stream, and the main stream reads it. Each start first waits for all that the
-    main stream has been given, so memory that the loop has dropped is free by then. `record_stream` would do too, but then
-    dropped memory stays taken until the device gets there: a host that is many steps ahead would fill the device. For the
-    same reason it may only be IN_FLIGHT copies ahead: it waits for an older one, which is done unless the device has that
-    many steps to do.
+    A micro-batch's memory belongs to the side stream, and the main stream reads it. Each start first waits for all work queued
+    on the main stream, so memory dropped by the loop is free by then. `record_stream` would work too, but dropped memory would
+    stay taken until the device gets there: a host many steps ahead would fill the device. For the same reason the host may be
+    only IN_FLIGHT copies ahead: it waits for an older copy, which is done unless the device is that many steps behind.
     """
     module, side = torch.get_device_module(device), side_stream(device)
     started: deque[tuple[MicroBatch, torch.Event]] = deque()
-    copies: deque[torch.Event] = deque()  # the events of those that may be under way
+    copies: deque[torch.Event] = deque()  # events of the copies under way
     for batch in batches:
         main = module.current_stream(device)
         if trees.first(batch[0]).device.type == "cpu":
@@ -95,18 +94,18 @@ def _wait_for(micro: MicroBatch, event: torch.Event, main: torch.Stream) -> Micr
     return micro
 
 
-WEIGHTS = 16  # of micro-batches that are kept on the device: most are alike
-LOOKED_AT = 16  # samples that show whether a set's samples draw random numbers
-VIEW = 8  # of the random numbers of a sample's further views
+WEIGHTS = 16  # cached micro-batch weights on the device: most are equal
+LOOKED_AT = 16  # samples read to find out whether samples draw random numbers
+VIEW = 8  # key of the random numbers of a sample's further views
 
 Batch = tuple[Tree, Tree]  # inputs and targets
 ReadBatch = tuple[Tree, Tree, Request]  # and the request that they answer
-Ahead = Annotated[int, Ge(1), Le(1024)]  # batches that are read ahead
+Ahead = Annotated[int, Ge(1), Le(1024)]  # batches read ahead
 
 
 @dataclass(frozen=True)
 class FirstTokens:
-    """The step of a stage that reads the first tokens of each text alone, as a warm-up of the sequence length does."""
+    """The step of a stage that reads only the first tokens of each text, as a warm-up of the sequence length does."""
 
     most: int
     mixes = False
@@ -114,7 +113,7 @@ class FirstTokens:
     def apply(
         self, x: Tree, y: torch.Tensor, indices: torch.Tensor, pipeline: PipelineParts, request: Request
     ) -> tuple[Tree, torch.Tensor, torch.Tensor]:
-        """Return the first tokens of inputs (n, length), which may be several, and of targets (n, length), and the indices."""
+        """Return the first tokens of one or several inputs (n, length) and of targets (n, length), and the indices."""
         return trees.map_tensors(lambda each: each[:, : self.most], x), y[:, : self.most], indices
 
     def crop_boxes(self, seed: int, epoch: int, indices: torch.Tensor) -> None:
@@ -122,31 +121,31 @@ class FirstTokens:
 
 
 class Pipeline(NamedTuple):
-    """The work on a request's samples: `read` on the CPU, then `finish` there or on the device. It can be pickled.
+    """The work on a request's samples: `read` on the CPU, then `finish` there or on the device. Picklable.
 
-    With `normalize_later`, `finish` only augments: the batch is normalised on the device, so its copy there is bytes, not floats.
+    With `normalize_later`, `finish` only augments: the device normalises the batch, so bytes are copied, not floats.
     """
 
     source: Source
     steps: tuple[Augmentation, ...]  # in their order
-    normalize: Normalizer | None  # None where the source's values are ready
+    normalize: Normalizer | None  # None if the source's values are ready
     seed: int
     classes: int = 0
     pad_to: int = 1  # sequences are padded to a multiple of this
     normalize_later: bool = False
-    images: str | None = None  # the key of the images, where inputs are a dict: only they are augmented and normalised
-    views: int = 1  # of each sample, (n, views, …) where there are several: it is augmented so many times
+    images: str | None = None  # the key of the images if inputs are a dict: only they are augmented and normalised
+    views: int = 1  # per sample; several give (n, views, …), each augmented separately
     masks: bool = False  # targets are masks (n, h, w), which move with their images
-    computes_in: torch.dtype | None = None  # what the step rounds all its products' inputs to, where it does
+    computes_in: torch.dtype | None = None  # dtype to which the step rounds the inputs of all products, if it does
 
     def read(self, request: Request) -> Batch:
-        """Return inputs and targets of `request.indices_to_read()` as the source has them."""
+        """Return the source's inputs and targets of `request.indices_to_read()`."""
         return self.read_samples(request.indices_to_read(), request)
 
     def read_samples(self, numbers: torch.Tensor, request: Request, alone: bool = True) -> Batch:
-        """Return inputs and targets of some of the request's samples, cropped where source and first step support it.
+        """Return inputs and targets of some of the request's samples, cropped if source and first step support it.
 
-        What a user's code draws follows from seed, epoch and index. Beside other threads, not `alone`, it cannot.
+        If `alone`, a user's code draws by seed, epoch and index. Next to other threads it cannot.
         """
         if self.source.own_code is not None:
             return cast(OwnCodeSource, self.source).fetch(numbers, self.pad_to, (self.seed, request.epoch) if alone else None)
@@ -158,7 +157,7 @@ class Pipeline(NamedTuple):
 
     @property
     def own_code(self) -> OwnCode | None:
-        """The user's code, where such code reads the samples."""
+        """The user's code that reads the samples, if any."""
         return self.source.own_code
 
     def reading(self, source: Source) -> Pipeline:
@@ -170,39 +169,39 @@ class Pipeline(NamedTuple):
         return self._replace(normalize=None)
 
     def taken(self, world: World, on_exit: ExitStack) -> Pipeline:
-        """Return the pipeline that training reads until `on_exit`: of a stream, it uses samples up."""
+        """Return the pipeline for training, until `on_exit`; it uses up a stream's samples."""
         return self.reading(self.source.taken(world, self.seed, on_exit))
 
     def drawn(self, numbers: torch.Tensor | None = None) -> list[str]:
-        """Read samples of a user's code again, by default some of the first, and return what they drew from, such as numpy."""
+        """Read samples of a user's code again, by default some first ones. Return the random streams they used, such as numpy."""
         if self.own_code is None:
             return []
         self.source.fetch(torch.arange(min(LOOKED_AT, len(self.source))) if numbers is None else numbers)
         return self.own_code.drawn()
 
     def crop_boxes(self, indices: torch.Tensor, request: Request) -> Sequence[CropBox] | None:
-        """Return the crops that the source takes of the samples `indices` (n,) while it reads them; None: whole images."""
+        """Return the source's crops of the samples `indices` (n,); None: whole images."""
         return self.steps[0].crop_boxes(self.seed, request.epoch, indices) if self.steps and self.crops else None
 
     @property
     def crops(self) -> bool:
-        """True if the source crops samples while it reads them: each once, so not where several views are made of it."""
+        """True if the source crops samples while reading. It crops each once, so not with several views."""
         return self.views == 1 and self.source.crops
 
     def finish(self, x: Tree, y: Tree, request: Request) -> Batch:
-        """Augment, mix and normalise what `read` returned, on the device that both are on."""
+        """Augment, mix and normalise the output of `read`, on its device."""
         x, y = self.augment(x, y, request)
         return (x if self.normalize_later else self.normalized(x)), y
 
     def augment(self, x: Tree, y: Tree, request: Request) -> Batch:
-        """Augment and mix what `read` returned, on the device that both are on."""
+        """Augment and mix the output of `read`, on its device."""
         if self.views > 1:
             made = [self._view(number).augment(x.clone(), y, request)[0] for number in range(self.views)]
             return torch.stack(made, 1), y
         if not self.steps:
             return x, y
         if self.own_code is not None and (rows := trees.length(x)) != (asked := len(request.indices_to_read())):
-            raise DataError(f"data.collate made {rows} rows of {asked} samples, and augment cannot know which: set augment=[]")
+            raise DataError(f"data.collate made {rows} rows of {asked} samples, and augment cannot match them: set augment=[]")
         values = x if self.images is None else x[self.images]
         indices = send(request.indices_to_read(), trees.first(values).device)
         for step in self.steps:
@@ -210,17 +209,17 @@ class Pipeline(NamedTuple):
         return (values if self.images is None else {**x, self.images: values}), y
 
     def _view(self, number: int) -> Pipeline:
-        """Return the pipeline of one of several views, which has random numbers of its own."""
+        """Return the pipeline of one of several views, with its own random numbers."""
         return self._replace(views=1, seed=rng.mix(self.seed, VIEW, number) if number else self.seed)
 
     def normalized(self, x: Tree) -> Tree:
-        """Return the normalised inputs, on the device that x and the normalisation are on."""
+        """Return the normalised inputs, on the device of x and the normalisation."""
         if self.normalize is None:
             return x
         return self.normalize(x) if self.images is None else {**x, self.images: self.normalize(x[self.images])}
 
     def to(self, device: torch.device) -> Pipeline:
-        """Return the same pipeline for batches that are on a device."""
+        """Return the same pipeline for batches on a device."""
         return self if self.normalize is None else self._replace(normalize=self.normalize.to(device))
 
     def __call__(self, request: Request) -> Batch:
@@ -231,34 +230,34 @@ class Pipeline(NamedTuple):
 class Loader(Option, groups.Loader):
     """loader=sync: the training loop reads each batch itself, as torch's DataLoader does by default."""
 
-    why_fixed: ClassVar[str] = "it reads for the whole run, and changes no result"
+    why_fixed: ClassVar[str] = "it reads for the whole run and changes no result"
     effect: ClassVar[Effect] = "exact"
-    augments_on_device = False  # batches are copied as they were read; else augmented
+    augments_on_device = False  # batches are copied as read; otherwise augmented first
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if run.data.on_device and type(self) is not Loader:
-            yield f"{run.named('loader')} has nothing to do for {run.named('data')}, which is made on the device: set loader=sync"
+            yield f"{run.named('loader')} has nothing to do: {run.named('data')} is made on the device: set loader=sync"
         things, setting, count = self.readers()
         yield from too_many(things, f"{setting}={count}", count, run.parallel.local_ranks())
 
     def readers(self) -> tuple[str, str, int]:
-        """Return what reads ahead in each rank (processes or threads), the setting that says how many, and their number."""
+        """Return the readers of each rank (processes or threads), the setting for their number, and their number."""
         return "threads", "", 0
 
     def refusal(self, pipeline: Pipeline) -> str | None:
-        """Return why this loader cannot read a pipeline's samples, and what to set; None: it can."""
+        """Return why this loader cannot read a pipeline's samples, and the remedy; None: it can."""
         kept = owned.find(pipeline.own_code.keeps()) if pipeline.own_code is not None and type(self) is not Loader else {}
         if not kept:
             return None
         name, owner = next(iter(kept.items()))
-        return f"{name} ({type(owner).__name__}) has a state, which only loader=sync keeps in step with the run: set loader=sync"
+        return f"{name} ({type(owner).__name__}) has a state, and only loader=sync keeps it in step with the run: set loader=sync"
 
     def check(self, pipelines: Iterable[Pipeline]) -> None:
-        """Raise UserError where the samples of one of them cannot be read by this loader."""
+        """Raise UserError if this loader cannot read the samples of one of them."""
         refuse(problem for problem in dict.fromkeys(map(self.refusal, pipelines)) if problem is not None)
 
     def autotune(self, pipeline: Pipeline, size: int, batches: int, device: torch.device) -> list[str]:
-        """Choose what must be measured before a run of so many batches of `size` starts; return a line for each choice."""
+        """Measure and choose settings before a run of that many batches of `size`; return a line for each choice."""
         return []
 
     def state_dict(self) -> StateDict:
@@ -269,11 +268,11 @@ class Loader(Option, groups.Loader):
         """Load a `state_dict()`, after `autotune`."""
 
     def raise_if_worker_died(self, error: RuntimeError) -> None:
-        """Raise Interrupted if `error` reports the death of a worker, which torch raises wherever the run happens to be."""
+        """Raise Interrupted if `error` reports a worker's death. torch raises that anywhere in the run."""
 
     def advice(self, pipeline: Pipeline) -> str | None:
-        """Return overrides that help when the device waits for this loader, with the reason; None: nothing is known to."""
-        name = "threads" if pipeline.own_code is None else "workers"  # which share nothing of a Dataset
+        """Return overrides that help when the device waits for this loader, with the reason; None: none is known."""
+        name = "threads" if pipeline.own_code is None else "workers"  # processes share nothing of a Dataset
         return f"loader={name} reads ahead while the device works"
 
     def copies_ahead(self) -> int:
@@ -300,12 +299,12 @@ class Loader(Option, groups.Loader):
         if device.type != "cpu":
             pipeline = pipeline._replace(normalize_later=True)
         elif not self.augments_on_device:
-            on_device = on_device._replace(normalize=None)  # readers normalise, so that the loop does not
+            on_device = on_device._replace(normalize=None)  # readers normalise instead of the loop
         batches = self.batches(pipeline, requests, device, finish=not self.augments_on_device)
         if pipeline.own_code is not None:
             batches = rows_counted(batches, pipeline.own_code)
 
-        weigh = lru_cache(WEIGHTS)(partial(torch.full, (), device=device))  # a kernel writes it: nothing is copied
+        weigh = lru_cache(WEIGHTS)(partial(torch.full, (), device=device))  # a kernel fills it: nothing is copied
         to_device = partial(self.to_device, on_device, device, memory_format, weigh)
         if (ahead := self.copies_ahead()) and has_streams(device):
             yield from copy_ahead(batches, to_device, device, ahead)
@@ -315,7 +314,7 @@ class Loader(Option, groups.Loader):
     def batches(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, finish: bool = True
     ) -> Iterator[ReadBatch]:
-        """Yield each request's batch in order, on the CPU or where the source is: finished, or, without `finish`, only read."""
+        """Yield each request's batch in order, on the source's device: finished, or, without `finish`, only read."""
         work = pipeline if finish else pipeline.read
         ends_reads = StopFlag.ends_reads()
         for request in requests:
@@ -339,13 +338,13 @@ class Loader(Option, groups.Loader):
         y: Tree,
         request: Request,
     ) -> MicroBatch:
-        """Copy a batch to the device, and do the rest of the pipeline there."""
+        """Copy a batch to the device, and run the rest of the pipeline there."""
         if device.type != "cpu":
             copy = send if self.copies_ahead() else trees.to
             x, y = copy(x, device), copy(y, device)
         if self.augments_on_device:
             x, y = pipeline.augment(x, y, request)
-        # The order of memory changes after the copy, since a CPU would write it to memory that is not pinned, and before
+        # The memory format changes after the copy, because a CPU would write to unpinned memory, and before
         # normalising, since bytes are a quarter of the floats.
         x = pipeline.normalized(in_memory_format(x, memory_format, pipeline.views))
         weight = request.weight
@@ -356,13 +355,13 @@ _said: WeakSet[OwnCode] = WeakSet()
 
 
 def rows_counted(batches: Iterator[ReadBatch], code: OwnCode) -> Iterator[ReadBatch]:
-    """Yield the batches; say once, after an epoch or an evaluation, where they had another number of rows than samples."""
+    """Yield the batches; report once, after an epoch or an evaluation, a number of rows other than of samples."""
     asked = came = 0
 
     def say() -> None:
         if asked != came and code not in _said and code.keeps().get("data.collate") is not None:
             _said.add(code)
-            said = "data.collate made %s rows of %s samples: an update is the mean over the rows that came"
+            said = "data.collate made %s rows of %s samples: an update is the mean over the actual rows"
             logger.warning(said, f"{came:,}", f"{asked:,}")
 
     try:
@@ -379,7 +378,7 @@ def rows_counted(batches: Iterator[ReadBatch], code: OwnCode) -> Iterator[ReadBa
 
 
 def in_memory_format(x: Tree, memory_format: torch.memory_format, views: int = 1) -> Tree:
-    """Return inputs in this order of memory. channels_last changes only tensors of four dimensions."""
+    """Return inputs in this memory format. channels_last changes only tensors of four dimensions."""
     if views > 1:
         return in_memory_format(x.flatten(0, 1), memory_format).unflatten(0, (-1, views))
     if isinstance(x, torch.Tensor) and (x.ndim == 4 or memory_format is torch.contiguous_format):
@@ -390,7 +389,7 @@ def in_memory_format(x: Tree, memory_format: torch.memory_format, views: int = 1
 def timeout_error(
     reader: str, seconds: float, pipeline: Pipeline, index: int, cause: str = "a stuck read, or too slow a disk"
 ) -> Interrupted:
-    """Return the error that ends a run whose `reader` delivered nothing for `seconds`, of a batch that begins with `index`."""
+    """Return the error for a `reader` that delivered nothing for `seconds`, of a batch that begins with `index`."""
     index &= AGAIN - 1
     sample = pipeline.source.name(index) or f"sample {index}"
     if StopFlag.told_to_stop():
@@ -401,9 +400,9 @@ def timeout_error(
 
 
 def reading_advice(pipeline: Pipeline, setting: str = "", readers: int | None = None) -> str | None:
-    """The advice for a loader that reads ahead already: more `readers` (set by `setting`) if there are cores, or packed data."""
+    """The advice for a loader that already reads ahead: more `readers` (set by `setting`) with free cores, or packed data."""
     cores = usable_cores()
     advice = [f"{setting}={cores}, one for each core"] if readers is not None and readers < cores else []
     if pipeline.source.decodes_files:
-        advice.append("data=packed reads what `drivetrain pack` has decoded once")
+        advice.append("data=packed reads samples decoded once by `drivetrain pack`")
     return ", or ".join(advice) or None

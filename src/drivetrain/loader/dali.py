@@ -20,14 +20,14 @@ from drivetrain.loader.base import Ahead, Loader, Pipeline, ReadBatch, reading_a
 
 
 class Dali(Loader):
-    """DALI decodes JPEGs, crops and resizes them; augmentation and all else is as with the other loaders.
+    """DALI decodes JPEGs, crops and resizes them; augmentation and all else equal the other loaders'.
 
-    Samples, order and crops are the same as theirs, but pixels differ by one or two levels of 255: DALI's resizing is another.
-    Files that are not plain JPEGs, and batches that DALI fails on, are decoded as by the other loaders.
+    Samples, order and crops are the same, but pixels differ by one or two levels of 255, because DALI resizes differently.
+    Files other than plain JPEGs, and batches that DALI fails on, are decoded as by the other loaders.
     """
 
     effect = "changes"
-    changes = "pixels: DALI decodes, crops and resizes otherwise"
+    changes = "pixels: DALI decodes, crops and resizes differently"
     needs_real_tensors = "DALI decodes on the device"
 
     def __init__(
@@ -51,7 +51,7 @@ class Dali(Loader):
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from needs_extra("nvidia.dali", "dali", "loader=dali")
         if self.decoder == "mixed" and run.runtime.device_type() != "cuda":
-            yield "loader.decoder=mixed needs a CUDA device, which this run has not: set loader.decoder=cpu"
+            yield "loader.decoder=mixed needs a CUDA device, but this run has none: set loader.decoder=cpu"
 
     def copies_ahead(self) -> int:
         return 1
@@ -62,7 +62,7 @@ class Dali(Loader):
     def batches(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, finish: bool = True
     ) -> Iterator[ReadBatch]:
-        if not pipeline.source.decodes_files:  # a split that is in memory
+        if not pipeline.source.decodes_files:  # a split in memory
             yield from super().batches(pipeline, requests, device, finish)
             return
         remaining = iter(requests)
@@ -74,11 +74,11 @@ class Dali(Loader):
             first = files.too_large or next(remaining, None)
 
     def _decode(self, files: FileBatches, device: torch.device) -> Iterator[ReadBatch]:
-        """Yield the decoded batches until `files` ends or DALI fails; after a failure, those that DALI had already read."""
+        """Yield the decoded batches until `files` ends or DALI fails; after a failure, the batches that DALI had already read."""
         threads = usable_cores() if self.num_threads == "auto" else self.num_threads
         mixed = device.type == "cuda" and self.decoder != "cpu"
         graph = _build_graph(files, threads, self.prefetch_factor, device.index or 0 if mixed else None)
-        # The stream on which the images are read. DALI takes it by position alone: a keyword would be an input's name.
+        # The stream on which the images are read. DALI takes it only by position: a keyword would be an input's name.
         stream = [torch.get_device_module(device).current_stream(device)] if mixed else []
         while True:
             try:
@@ -99,11 +99,11 @@ class Dali(Loader):
 
 
 class FileBatch(NamedTuple):
-    """A batch that DALI has been given and has not delivered yet."""
+    """A batch that DALI is decoding."""
 
     request: Request
     labels: torch.Tensor  # (n,)
-    replacements: list[tuple[int, torch.Tensor]]  # rows that DALI does not decode, and their images (3, size, size)
+    replacements: list[tuple[int, torch.Tensor]]  # rows not decoded by DALI, and their images (3, size, size)
 
 
 class FileBatches:
@@ -155,7 +155,7 @@ def _build_graph(batches: FileBatches, threads: int, ahead: int, device: int | N
     from nvidia.dali import Pipeline as Graph
     from nvidia.dali import fn
 
-    types: Any = nvidia.dali.types  # its names are made at run time
+    types: Any = nvidia.dali.types  # its names exist only at run time
     source: Any = batches.pipeline.source
     some = torch.zeros(1, dtype=torch.int64)
     boxes = batches.pipeline.crop_boxes(some, Request(0, some, 1.0))

@@ -25,11 +25,11 @@ from drivetrain.loader.workers import Workers
 class DeviceLoader(Loader):
     """Raw samples (uint8) are copied to the device ahead of the step, and augmented and normalised there in batches.
 
-    `reader` is the loader that reads them on the CPU. On a device without streams the same steps run one after the other.
+    The loader `reader` reads them on the CPU. On a device without streams the same steps run one after another.
     """
 
     effect = "close"
-    changes = "samples are augmented on the device, which rounds otherwise"
+    changes = "samples are augmented on the device, which rounds differently"
     augments_on_device = True
 
     def __init__(
@@ -45,7 +45,7 @@ class DeviceLoader(Loader):
         return self.ahead
 
     def autotune(self, pipeline: Pipeline, size: int, batches: int, device: torch.device) -> list[str]:
-        on_cpu = "loader=device: the device is the CPU, so batches are prepared between the steps, not beside them"
+        on_cpu = "loader=device: the device is the CPU, so batches are prepared between the steps, not alongside them"
         return [on_cpu] if device.type == "cpu" else []
 
     def refusal(self, pipeline: Pipeline) -> str | None:
@@ -71,16 +71,16 @@ class DeviceLoader(Loader):
         yield from self._cpu_loader().batches(pipeline, requests, device, finish)
 
 
-CHUNK = 256  # samples that are read at a time
-ENDLESS = 2**62  # multiple that sequences are padded to: that of the longest is the longest
+CHUNK = 256  # samples read at a time
+ENDLESS = 2**62  # as a padding multiple: every sequence is padded to the longest
 
 
 class Resident(Loader):
-    """Data sets are copied to the device once, as the source has them (uint8), and augmented there.
+    """Data sets are copied to the device once, in the source's form (uint8), and augmented there.
 
-    They may take the share `share` of the device's free memory. Launches bound batches of small images: many batches of an
-    epoch are fetched, augmented and normalised at once, and each is a view of them. Where the step computes in 16 bits, images
-    are handed over in them, so that no batch is converted by itself.
+    They may take the share `share` of the device's free memory. Batches of small images are bound by launches, so many batches
+    of an epoch are fetched, augmented and normalised at once, and each is a view. If the step computes in 16 bits, images are
+    handed over in 16 bits, so that no batch needs its own conversion.
     """
 
     effect = "close"
@@ -104,7 +104,7 @@ class Resident(Loader):
             return problem
         if not (drawn := pipeline.drawn()):
             return None
-        return f"loader=resident reads each sample once, and these draw from {', '.join(drawn)} at each read: set loader=workers"
+        return f"loader=resident reads each sample once, but these draw from {', '.join(drawn)} at each read: set loader=workers"
 
     def advice(self, pipeline: Pipeline) -> str | None:
         return None
@@ -121,7 +121,7 @@ class Resident(Loader):
         yield from super().stream(resident, requests, device, memory_format)
 
     def _copy(self, pipeline: Pipeline, device: torch.device) -> Tensors:
-        """Copy a source to the device. Raises UserError where it does not fit."""
+        """Copy a source to the device. Raises UserError if it does not fit."""
         if isinstance(pipeline.source, Tensors):
             if pipeline.source.device.type != device.type:
                 self._check_size(pipeline.source.nbytes(), device)
@@ -142,11 +142,11 @@ class Resident(Loader):
             for tensor, part in zip(trees.leaves((x, y)), trees.leaves((chunk_x, chunk_y)), strict=True):
                 if len(part) != len(request.indices):
                     raise UserError(
-                        "loader=resident holds a row of each sample, and data.collate leaves some out: set loader=sync"
+                        "loader=resident holds a row of each sample, but data.collate leaves some out: set loader=sync"
                     )
                 if tensor.shape[1:] != part.shape[1:]:
                     raise UserError(
-                        f"loader=resident holds samples of one shape, and these have {list(tensor.shape[1:])} and "
+                        f"loader=resident holds samples of one shape, but these have {list(tensor.shape[1:])} and "
                         f"{list(part.shape[1:])}: set loader=device"
                     )
                 tensor[rows] = part
@@ -167,7 +167,7 @@ def _room(chunk: Tree, n: int, device: torch.device) -> Tree:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that are free on the device; None where the system does not tell."""
+    """Return the free bytes of the device; None if the system does not report them."""
     if has_streams(device):
         return int(torch.get_device_module(device).mem_get_info(device)[0])
     try:

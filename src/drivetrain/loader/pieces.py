@@ -1,6 +1,6 @@
-"""Pieces of an epoch: micro-batches of samples that are on a device are fetched and augmented together.
+"""Pieces of an epoch: several micro-batches of on-device samples are fetched and augmented together.
 
-Launches bound batches of small images. Each micro-batch is a view of its piece.
+Batches of small images are bound by launches. Each micro-batch is a view of its piece.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from drivetrain.core.step.source import Source
 from drivetrain.core.step.tensors import Tensors, has_streams
 from drivetrain.core.step.trees import Tree
 
-PIECE = 2**28  # bytes of float32 inputs that a device augments and normalises at once: small images of an epoch
+PIECE = 2**28  # bytes of float32 inputs augmented and normalised at once: an epoch of small images
 
 
 def samples_at_once(source: Source, views: int, device: torch.device) -> int:
-    """Return how many samples are prepared at once; 0: each micro-batch by itself. A CPU launches nothing."""
+    """Return the number of samples prepared at once; 0: each micro-batch separately. A CPU launches nothing."""
     if not isinstance(source, Tensors) or source.device.type != device.type or not has_streams(device):
         return 0
     return PIECE // max(1, 4 * views * source.values())
 
 
 def pieces(requests: Iterable[Request], most: int) -> Iterator[list[Request]]:
-    """Yield successive requests of one epoch together, of up to `most` samples. One that mixes samples is by itself."""
+    """Yield successive requests of one epoch in groups of up to `most` samples. A request that mixes samples stays alone."""
     piece: list[Request] = []
     room = most
     for request in requests:
@@ -49,7 +49,7 @@ def joined(piece: list[Request]) -> Request:
 
 
 def divided(whole: MicroBatch, requests: list[Request], weights: dict[float, torch.Tensor]) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of these requests, whose samples `whole` has in their order. `weights` keeps theirs."""
+    """Yield the micro-batches of these requests as views of `whole`, their samples in order. `weights` caches weights."""
     if len(requests) == 1:
         yield whole
         return

@@ -21,16 +21,15 @@ from drivetrain.core.step.tensors import has_streams
 from drivetrain.core.step.trees import Tree
 from drivetrain.loader.base import Ahead, Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
 
-LOOK_S = 0.25  # between two looks at whether the run was told to stop
-CLOSE_TIMEOUT_S = 1.0  # for the threads' current jobs, when the pool is closed
-PIECES_PER_THREAD = 2  # of a batch: small enough that all threads finish together
+LOOK_S = 0.25  # between two checks for a stop signal
+CLOSE_TIMEOUT_S = 1.0  # wait for the threads' current jobs when the pool closes
+PIECES_PER_THREAD = 2  # piece of a batch: small enough that all threads finish together
 
 
 class Threads(Loader):
     """Threads of this process read batches ahead, and share the samples of each.
 
-    A source says by `parallel_read` that reading one sample is work, such as decoding; other sources are read by one thread a
-    batch.
+    A source sets `parallel_read` if reading a sample is work, such as decoding; other sources are read by one thread per batch.
     """
 
     effect = "exact"
@@ -66,7 +65,7 @@ class Threads(Loader):
         )
 
     def threads(self) -> int:
-        """Return the number of threads; auto is the number of cores that this rank may use."""
+        """Return the number of threads; auto is the number of this rank's usable cores."""
         return usable_cores() if self.num_threads == "auto" else self.num_threads
 
     def batches(
@@ -96,7 +95,7 @@ class Threads(Loader):
                 batch.future.cancel()
 
     def _check(self, pipeline: Pipeline, started: Iterable[SharedBatch]) -> None:
-        """Read what was read while a stream moved, once more and alone: it may have been other code. Raises UserError."""
+        """Read again, alone, the samples read while a random stream moved: other code may have moved it. Raises UserError."""
         for batch in started:
             self._result(batch)
         if problem := refused(pipeline.drawn(torch.cat([batch.indices for batch in started]))):
@@ -113,7 +112,7 @@ class Threads(Loader):
 
 
 def refused(drawn: Sequence[str]) -> str | None:
-    """Return why samples that draw from these streams cannot be read by threads; None where there are none."""
+    """Return why threads cannot read samples that draw from these streams; None without any."""
     if not drawn:
         return None
     return (
@@ -156,7 +155,7 @@ class ThreadPool:
 
 
 class SharedBatch:
-    """A batch that several threads read: each a piece of it, straight into the batch. The last thread finishes the batch."""
+    """A batch read by several threads: each writes a piece straight into the batch, and the last one finishes it."""
 
     def __init__(self, pipeline: Pipeline, request: Request, finish: bool, threads: int, pin: bool) -> None:
         self.pipeline, self.request, self.finish, self.pin = pipeline, request, finish, pin
@@ -166,9 +165,9 @@ class SharedBatch:
         self.pieces = self.indices.tensor_split(pieces) if split else (self.indices,)
         self.left = len(self.pieces)
         self.lock = threading.Lock()
-        self.seconds = 0.0  # of all threads together
-        self.reading: dict[str, int] = {}  # thread → the first sample of the piece that it is reading
-        self.stored: Batch | None = None  # inputs and targets, where several pieces are copied into them
+        self.seconds = 0.0  # seconds of all threads together
+        self.reading: dict[str, int] = {}  # thread → the first sample of its current piece
+        self.stored: Batch | None = None  # inputs and targets that several pieces are copied into
         self.future: Future[Batch] = Future()
 
     def start(self, pool: ThreadPool) -> None:
@@ -200,7 +199,7 @@ class SharedBatch:
                 self.request.ready = time.perf_counter()
                 self.request.seconds = self.seconds + self.request.ready - began
                 self.future.set_result(batch)
-        except BaseException as error:  # raised where the batch is waited for
+        except BaseException as error:  # raised by the waiting loop
             with self.lock:
                 if not self.future.done():
                     self.future.set_exception(error)
@@ -211,7 +210,7 @@ class SharedBatch:
             return x, y
         with self.lock:
             if self.stored is None:
-                pin = self.pin and not (self.finish and self.pipeline.steps)  # an augmented batch is another one
+                pin = self.pin and not (self.finish and self.pipeline.steps)  # an augmented batch is a new one
                 self.stored = self._empty(x, pin), self._empty(y, pin)
         rows = slice(offset, offset + trees.length(x))
         for whole, piece in zip(self.stored, (x, y), strict=True):
@@ -220,11 +219,11 @@ class SharedBatch:
         return self.stored
 
     def _empty(self, piece: Tree, pin: bool) -> Tree:
-        """Return room for the whole batch that a piece belongs to."""
+        """Allocate the whole batch of a piece."""
         n = len(self.indices)
         return trees.map_tensors(lambda t: torch.empty((n, *t.shape[1:]), dtype=t.dtype, pin_memory=pin), piece)
 
 
 def pinned(tree: Tree) -> Tree:
-    """Return the tree in page-locked memory."""
+    """Return the tree in pinned memory."""
     return trees.map_tensors(lambda tensor: tensor.pin_memory(), tree)

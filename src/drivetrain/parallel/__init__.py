@@ -1,4 +1,4 @@
-"""Parallel strategies: one process or many, which split the batch, the weights or the model."""
+"""Parallel strategies: one process, or many that split the batch, the weights or the model."""
 
 from drivetrain.parallel.base import Parallel
 

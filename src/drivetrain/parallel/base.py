@@ -41,14 +41,14 @@ def shard_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class OwnGradients:
-    """The sums of squares of gradients as a backward makes them, by the mesh dimensions over which their weights are divided."""
+    """Sums of squares of gradients, collected during a backward, by the mesh dimensions that divide their weights."""
 
     def __init__(self) -> None:
         self._norms: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
-        self._hooks: dict[int, RemovableHandle] = {}  # by the watched object's id
+        self._hooks: dict[int, RemovableHandle] = {}  # keyed by the watched object's id
 
     def watch(self, weight: torch.Tensor, dimensions: tuple[str, ...] = ()) -> None:
-        """Take the gradient of a weight; where there are dimensions, this rank has a part of it."""
+        """Add the gradient of a weight; with dimensions, this rank has a part of it."""
 
         def add(gradient: torch.Tensor) -> None:
             if is_sharded(gradient) and is_sharded(weight) and gradient.placements != weight.placements:
@@ -75,7 +75,7 @@ class Parallel(Option, groups.Parallel):
     why_fixed: ClassVar[str] = "the ranks are started once"
     effect: ClassVar[Effect] = "exact"
     own_gradients = True  # the gradient of a data-parallel rank's own samples can be measured
-    whole_updates = False  # each rank updates some of the weights, and these whole
+    whole_updates = False  # each rank updates some weights, each as a whole
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if (launched() or 1) > 1 and not self.distributed:
@@ -98,7 +98,7 @@ class Parallel(Option, groups.Parallel):
     def shard(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> None:
         """Shard the model over the ranks, in place.
 
-        `dtype` is autocast's, `example` what training calls the model with for two samples.
+        `dtype` is autocast's; `example` is the model's input in training, for two samples.
         """
 
     def plain_parameters(self, model: torch.nn.Module) -> AbstractContextManager[None]:
@@ -110,18 +110,18 @@ class Parallel(Option, groups.Parallel):
         return model
 
     def wrap_loss(self, loss: groups.Loss, model: torch.nn.Module, context: BuildContext) -> LossStep:
-        """Wrap the loss, where ranks have to know of all that it does with the model and the strategy wraps no forward."""
+        """Wrap the loss if ranks have to follow all its uses of the model and the strategy wraps no forward."""
         return loss
 
     def leave_model(self) -> None:
-        """Forget the model of a stage of the run that is over; that of the next stage follows."""
+        """Forget the model of a completed stage of the run; the next stage's model follows."""
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
-        """Wrap the step, where the strategy synchronises gradients outside of the model."""
+        """Wrap the step if the strategy synchronises gradients outside of the model."""
         return step
 
     def wrap_watched(self, step: Step, context: BuildContext) -> Step:
-        """Wrap the step and what measures its gradients, where a strategy has to do something before the first micro-batch."""
+        """Wrap the step and its gradient measurement if the strategy has work before the first micro-batch."""
         return step
 
     @property
@@ -131,9 +131,9 @@ class Parallel(Option, groups.Parallel):
 
     @contextmanager
     def own_gradient(self, parameters: Sequence[torch.Tensor]) -> Iterator[Callable[[], torch.Tensor]]:
-        """A context of a micro-batch. Yields a function that returns the squared norm of its gradient by this rank's own samples.
+        """A context for a micro-batch. Yields a function for the squared norm of its gradient over this rank's own samples.
 
-        `parameters` are the model's. The norm is 0-d, and that before the ranks average their gradients.
+        `parameters` are the model's. The norm is 0-d, taken before the ranks average their gradients.
         """
         own = OwnGradients()
         for p in parameters:
@@ -147,7 +147,7 @@ class Parallel(Option, groups.Parallel):
     def rank_metrics(self, seconds: float, waited: float) -> dict[str, float]:
         """Return figures about the ranks for a log record. Called on all ranks.
 
-        `seconds` is the time of the steps since the last record; `waited` is how long this rank has waited for data in all.
+        `seconds` is the time of the steps since the last record; `waited` is this rank's total wait for data.
         """
         return {}
 
@@ -156,14 +156,14 @@ class Parallel(Option, groups.Parallel):
         return flag
 
     def finish_collectives(self) -> None:
-        """Wait until this rank has no collective under way on the host, so that it may stand still for any time."""
+        """Wait until this rank has no collective under way on the host, so that it may pause for any time."""
 
     def divided(self, kind: str, name: str, tensor: torch.Tensor) -> Divided:
         """Return a tensor that belongs to the weight `name` as this rank's parts of it: see `Shards`, also for `kind`."""
         return whole(tensor)
 
     def shard_state_dict(self, weights: StateDict, state: StateDict) -> tuple[StateDict, StateDict]:
-        """Return this rank's shards of what `full_state_dict` gave, maybe under another strategy."""
+        """Return this rank's shards of a `full_state_dict`, perhaps of another strategy."""
         return weights, state
 
     def shutdown(self) -> None:

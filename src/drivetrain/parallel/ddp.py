@@ -37,7 +37,7 @@ class Ddp(Owners):
     """
 
     effect = "close"
-    changes = "gradients are averaged over ranks, of whose parts BatchNorm takes its statistics"
+    changes = "gradients are averaged over ranks, and BatchNorm takes its statistics from each rank's part"
     bucket_mb: Positive = 25.0
     gradient_as_bucket_view: bool = True
     find_unused_parameters: bool = False
@@ -77,16 +77,14 @@ class Ddp(Owners):
         if self.shard_optimizer and self.find_unused_parameters and run.precision.scales_loss:
             yield (
                 f"parallel.shard_optimizer=true, find_unused_parameters=true and {run.named('precision')} exclude each other "
-                "(a rank may own no weight that an update used, and must tell of an overflow): set precision=bf16"
+                "(a rank may own no weight that an update used, but must report an overflow): set precision=bf16"
             )
         if run.compile.captures_step:
             yield from self._problems_of_graphs(run)
 
     def _problems_of_graphs(self, run: RunSpec) -> Iterator[str]:
-        """Yield what excludes a step that is one graph on each rank: the ranks record it at once, and without torch's DDP."""
-        together = (
-            f"parallel=ddp and {run.named('compile')} need micro-batches that are equal on all ranks, which record together"
-        )
+        """Yield the settings that exclude a step in one graph per rank: the ranks record it at once, without torch's DDP."""
+        together = f"parallel=ddp and {run.named('compile')} need equal micro-batches on all ranks, because these record together"
         if self.ranks() > 1 and not run.data.drop_last:
             yield f"{together}; data.drop_last=false leaves a short one: set data.drop_last=true, or compile=inductor"
         if self.ranks() > 1 and run.batch.buckets_lengths:
@@ -109,7 +107,7 @@ class Ddp(Owners):
                 )
 
     def effect_as_set(self) -> Effect:
-        return "changes" if self.compress == "powersgd" else self.effect  # of low rank, not only rounded
+        return "changes" if self.compress == "powersgd" else self.effect  # low-rank, not only rounded
 
     def wrap_model(self, model: torch.nn.Module, context: BuildContext) -> torch.nn.Module:
         self._work.time_forward(model)
@@ -121,7 +119,7 @@ class Ddp(Owners):
             return loss
 
         class StepModule(torch.nn.Module):
-            """The loss's step as the forward of a module that has the model's parameters."""
+            """The loss's step as the forward of a module with the model's parameters."""
 
             def __init__(self) -> None:
                 super().__init__()
@@ -172,20 +170,20 @@ class Ddp(Owners):
         return ReducingStep(step, trained, self.world.size, self.bucket_mb * 2**20, sent_as, some_unused)
 
     def wrap_watched(self, step: Step, context: BuildContext) -> Step:
-        # Of two ranks the order of the sum is none. PowerSGD carries errors over, which no checkpoint has.
+        # A sum of two has no order. PowerSGD carries errors over, and no checkpoint has them.
         if self._accumulating is None or self.world.size < 3 or self.find_unused_parameters or self.compress == "powersgd":
             return step
         return BeginningStep(step, self._accumulating, context)
 
 
 def _reduces_in_step(context: BuildContext) -> bool:
-    """True if gradients are reduced after the backward: a graph calls no hooks, and a phase has those of some weights only."""
+    """True if gradients are reduced after the backward: a graph calls no hooks, and a phase has some gradients only."""
     return context.run.compile.captures_step or bool(context.run.values["phases"])
 
 
 @dataclass(eq=False)
 class LossOfRanks:
-    """A loss whose `step` is the forward of DDP: the gradients of all that it does are averaged."""
+    """A loss with DDP's forward as its `step`, so that the gradients of all its operations are averaged."""
 
     step: Callable[[Forward, MicroBatch], torch.Tensor]
 
@@ -195,7 +193,7 @@ class AccumulatingStep(WrappingStep):
     """All-reduces gradients only in the last micro-batch of an update."""
 
     model: DistributedDataParallel
-    checked: bool = False  # whether all of its parameters got gradients
+    checked: bool = False  # True if all of its parameters got gradients
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         if batch.last:
@@ -207,7 +205,7 @@ class AccumulatingStep(WrappingStep):
                 self.inner.micro_batch(batch, loss_sum)
 
     def _check(self) -> None:
-        """Raise UserError where DDP waits for gradients that never come: it has averaged none of their bucket."""
+        """Raise UserError if DDP waits for gradients that never come: it has not averaged their bucket."""
         self.checked = True
         if self.model.find_unused_parameters:
             return
@@ -219,8 +217,8 @@ class AccumulatingStep(WrappingStep):
 class BeginningStep(WrappingStep):
     """Runs the first micro-batch once before it counts, so that a resumed run adds gradients as the unbroken one does.
 
-    DDP lays its buckets out anew after its first backward, in the order in which the gradients came. The layout decides in which
-    order more than two ranks are summed.
+    DDP rebuilds its buckets after its first backward, in the order of the gradients' arrival. The layout decides the order of
+    sums over more than two ranks.
     """
 
     ranks: AccumulatingStep
@@ -249,8 +247,8 @@ class ReducingStep(WrappingStep):
     parameters: Mapping[str, torch.nn.Parameter]  # by name
     ranks: int
     bucket_bytes: float
-    sent_as: torch.dtype | None  # dtype in which gradients travel; None: their own
-    some_unused: bool | None  # whether weights may have no gradient on some ranks; None: all ranks run the same graph
+    sent_as: torch.dtype | None  # dtype of sent gradients; None: their own
+    some_unused: bool | None  # True if weights may lack a gradient on some ranks; None: all ranks run the same graph
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         self.inner.micro_batch(batch, loss_sum)
@@ -261,7 +259,7 @@ class ReducingStep(WrappingStep):
                 self._average([p.grad for p in self.parameters.values() if p.grad is not None])
 
     def _complete(self) -> None:
-        """Give weights that have a gradient on another rank one of zeros. Raises UserError where none may be missing."""
+        """Give weights with a gradient on another rank a gradient of zeros. Raises UserError if none may be missing."""
         missing = [name for name, p in self.parameters.items() if p.grad is None]
         if not self.some_unused:
             if missing:
@@ -281,7 +279,7 @@ class ReducingStep(WrappingStep):
         buckets = list(_buckets(gradients, self.bucket_bytes))
         flat = [torch.cat([g.reshape(-1) for g in bucket]) for bucket in buckets]
         shares = [(f if self.sent_as is None else f.to(self.sent_as)) / self.ranks for f in flat]
-        means = [collectives.all_reduce(share, "sum", world) for share in shares]  # all begin before one is waited for
+        means = [collectives.all_reduce(share, "sum", world) for share in shares]  # all begin before the first wait
         for bucket, mean in zip(buckets, means, strict=True):
             parts = torch.split(collectives.wait_tensor(mean), [g.numel() for g in bucket])
             for gradient, part in zip(bucket, parts, strict=True):
@@ -299,7 +297,7 @@ def unused(names: Sequence[str]) -> UserError:
 
 
 def _buckets(gradients: Sequence[torch.Tensor], most: float) -> Iterator[list[torch.Tensor]]:
-    """Yield gradients of one dtype that are `most` bytes together, or a single larger one, the last layers' first."""
+    """Yield groups of gradients of one dtype, at most `most` bytes together or a single larger one, last layers first."""
     bucket: list[torch.Tensor] = []
     for gradient in reversed(gradients):
         if bucket and (sum(g.nbytes for g in bucket) + gradient.nbytes > most or gradient.dtype != bucket[0].dtype):

@@ -24,12 +24,12 @@ def world_of_environment() -> World:
     """Return this process's world as torchrun or Slurm set it; a single process if neither did. Raises UserError."""
     slurm = _slurm_environment(os.environ)
     environ = slurm or os.environ
-    # Launchers that count ranks but name no local one, such as a PyTorchJob's, start one process in each container.
+    # Launchers that name no local rank, such as a PyTorchJob's, start one process in each container.
     together = environ.get("WORLD_SIZE", "1") if "LOCAL_RANK" in environ else "1"
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": together}
     values = {name: environ.get(name, default) for name, default in defaults.items()}
     refuse(
-        f"{name}={value} in the environment is no number: a launcher sets it, else unset it"
+        f"{name}={value} in the environment is not a number: a launcher sets it, otherwise unset it"
         for name, value in values.items()
         if not value.isdecimal()
     )

@@ -24,13 +24,13 @@ class Fsdp(Sharded):
 
     `block` is the class name of the blocks; null means the blocks that the model repeats. `reshard_after_forward=false`
     keeps gathered weights until the backward: one all-gather less, more memory. With `replicate` the ranks form that many
-    groups, each of which holds the whole model (hybrid sharding). `sync_each_micro` reduces gradients after every
+    groups, and each group holds the whole model (hybrid sharding). `sync_each_micro` reduces gradients after every
     micro-batch, not once an update: more traffic, but no full gradient in memory. Where autocast computes in bfloat16,
     weights are gathered in bfloat16, except in a model with BatchNorm.
     """
 
     effect = "close"
-    changes = "gradients are averaged over ranks, of whose parts BatchNorm takes its statistics"
+    changes = "gradients are averaged over ranks, and BatchNorm takes its statistics from each rank's part"
     replicate: Count = 1
     reshard_after_forward: bool = True
     sync_each_micro: bool = False
@@ -49,7 +49,7 @@ class Fsdp(Sharded):
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate_device(run)
         if self.offload and run.runtime.device_type() == "cpu":
-            yield "parallel.offload=true moves shards from the device to the CPU, and the device is a CPU: set it to false"
+            yield "parallel.offload=true moves shards from the device to the CPU, but the device is a CPU: set it to false"
 
     @property
     def keeps_own_gradients(self) -> bool:
@@ -98,7 +98,7 @@ def fully_shard_block(
     if dtype == "bfloat16" and not _has_batch_norm(block):  # BatchNorm has float32 statistics, and needs float32 weights
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs)
     elif any(p.dtype == torch.bfloat16 for p in block.parameters()):
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # weights that are bfloat16 themselves
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # weights already in bfloat16
     for p in block.parameters():  # FSDP shards along dimension 0 of contiguous memory, so not channels_last
         if not is_sharded(p):
             p.data = p.data.contiguous()

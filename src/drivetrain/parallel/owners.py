@@ -1,4 +1,4 @@
-"""Optimizer states shared over ranks that all have the whole model: each weight has an owner, which alone updates it."""
+"""Optimizer states shared over ranks with the whole model: each weight has one owner, which alone updates it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from drivetrain.parallel.process_group import ProcessGroupStrategy, memory_of
 
 @dataclass(kw_only=True, eq=False)
 class Owners(ProcessGroupStrategy):
-    """The base of ddp, whose `shard_optimizer` gives each weight to one of the ranks (ZeRO-1, Rajbhandari et al. 2020).
+    """The base of ddp: `shard_optimizer` gives each weight to one of the ranks (ZeRO-1, Rajbhandari et al. 2020).
 
-    As in torch's ZeroRedundancyOptimizer, the largest weights are handed out first, each to the rank that has the least so far.
-    In the place of other ranks' weights the optimizer has tensors without memory.
+    As in torch's ZeroRedundancyOptimizer, the largest weights are handed out first, each to the rank with the least so far.
+    For other ranks' weights the optimizer has tensors without memory.
     """
 
     shard_optimizer: bool = False
-    _owner: dict[str, int] = field(default_factory=dict, init=False)  # the rank that updates a weight, by its name
-    _weights: dict[int, torch.nn.Parameter] = field(default_factory=dict, init=False)  # by the id of what stands in for them
+    _owner: dict[str, int] = field(default_factory=dict, init=False)  # weight name → the rank that updates it
+    _weights: dict[int, torch.nn.Parameter] = field(default_factory=dict, init=False)  # keyed by the id of their stand-ins
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
@@ -34,8 +34,8 @@ class Owners(ProcessGroupStrategy):
         optimizer, setting = run.optimizer, "parallel.shard_optimizer=true"
         alone = optimizer.elementwise or optimizer.by_norms or optimizer.by_parameter
         reasons = {
-            "optimizer": (not alone, "it does not say that it updates each weight by itself", "set optimizer=adamw or muon"),
-            "precision": (run.precision.owns_weights, "it keeps all of its own copies", "set precision=bf16"),
+            "optimizer": (not alone, "it does not declare that it updates each weight separately", "set optimizer=adamw or muon"),
+            "precision": (run.precision.owns_weights, "it keeps copies of all weights", "set precision=bf16"),
             "compile": (run.compile.captures_step, "its graph is the same on all ranks", "set compile=inductor"),
         }
         for group, (is_so, why, remedy) in reasons.items():
@@ -45,7 +45,7 @@ class Owners(ProcessGroupStrategy):
     def advise(self, run: RunSpec) -> Iterator[str]:
         yield from super().advise(run)
         if self.shard_optimizer and self.ranks() == 1:
-            yield "parallel.shard_optimizer=true shares nothing: there is one rank"
+            yield "parallel.shard_optimizer=true has no effect: there is one rank"
 
     @property
     def whole_updates(self) -> bool:  # type: ignore[override]
@@ -62,7 +62,7 @@ class Owners(ProcessGroupStrategy):
             replace_parameters(model, {id(stand_in): self._weights[id(stand_in)] for stand_in in absent.values()})
 
     def _share_out(self, trained: Mapping[str, torch.nn.Parameter]) -> dict[int, torch.nn.Parameter]:
-        """Choose the owners of these weights. Return what stands in for those of other ranks, by their ids."""
+        """Choose the owners of these weights. Return the stand-ins for other ranks' weights, by their ids."""
         if len(trained) < self.world.size:
             raise UserError(
                 f"parallel.shard_optimizer=true: {self.world.size} ranks share {len(trained)} trained weights, and each "
@@ -81,7 +81,7 @@ class Owners(ProcessGroupStrategy):
         self._owner, self._weights = {}, {}
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """The owners compute the norms of their gradients. These are put together as one process has them, to the same bits."""
+        """The owners compute the norms of their gradients. Joined, they equal one process's to the bit."""
         if not any(id(p) in self._weights for p in parameters):  # all gradients are here
             return super().norm(parameters, norm_type)
         graded = [p for p in parameters if self._weights.get(id(p), p).grad is not None]
@@ -101,7 +101,7 @@ class Owners(ProcessGroupStrategy):
     # --- saving: an owner's states ↔ all ---
 
     def _own(self, state: StateDict) -> StateDict:
-        """Return an optimizer's state without that of other ranks' weights."""
+        """Return an optimizer's state of this rank's own weights."""
         rank = self.world.rank
         return {**state, "state": {name: of for name, of in state["state"].items() if self._owner.get(name, rank) == rank}}
 
@@ -124,9 +124,9 @@ class Owners(ProcessGroupStrategy):
 
 @dataclass(eq=False)
 class OwnersStep(WrappingStep):
-    """Sends each weight from its owner to the other ranks after an update, in place; those of a skipped one are as they were."""
+    """Sends each weight from its owner to the other ranks after an update, in place; a skipped update sends nothing new."""
 
-    owners: Sequence[tuple[torch.nn.Parameter, int]]  # each weight, and the rank that updates it
+    owners: Sequence[tuple[torch.nn.Parameter, int]]  # each weight with the rank that updates it
 
     def update(self) -> Made:
         made = self.inner.update()

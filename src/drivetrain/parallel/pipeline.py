@@ -53,7 +53,7 @@ class PipelineParallel(Sharded):
     shard_stages: bool = False
     tensor: Count = 1
 
-    needs_real_tensors = "its ranks tell each other the shapes of what they send"
+    needs_real_tensors = "its ranks exchange the shapes of sent tensors"
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
@@ -69,7 +69,7 @@ class PipelineParallel(Sharded):
             yield from tensor_parallel_problems(f"parallel.tensor={self.tensor}", run)
         if self.schedule == "interleaved" and steps % stages:
             yield (
-                f"parallel.schedule=interleaved wants micro-batches in multiples of the {stages} stages, but "
+                f"parallel.schedule=interleaved needs micro-batches in multiples of the {stages} stages, but "
                 f"{run.named('batch')} makes {steps} of an update: "
                 f"set batch=accumulate batch.accumulation_steps={max(stages, steps // stages * stages)}"
             )
@@ -87,7 +87,7 @@ class PipelineParallel(Sharded):
                 )
         if self.shard_stages and ranks == self.model_ranks():
             yield (
-                f"parallel.shard_stages=true has nothing to share out where all {ranks} ranks are one pipeline: give it more "
+                f"parallel.shard_stages=true has nothing to shard because all {ranks} ranks are one pipeline: give it more "
                 "ranks than parallel.stages"
             )
         if run.compile.whole_forward:
@@ -163,7 +163,7 @@ class PipelineParallel(Sharded):
                 block.requires_grad_(False)
         if self.shard_stages:
             for i in owned:
-                # Outside of the blocks weights are float32: what comes from there would not fit weights in bfloat16.
+                # Outside of the blocks weights are float32, so their outputs would not fit bfloat16 weights.
                 fully_shard_block(blocks[i], mesh["data"], dtype, cast_inputs=True)
         self._staged = StagedForward(model, blocks)
         tensor = f", each over {self.tensor} ranks" if self.tensor > 1 else ""
@@ -217,7 +217,7 @@ class PipelineParallel(Sharded):
         return super().all_reduce_sum(sums)
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
-        """Broadcast each stage's buffers from the first pipeline, and those outside of the blocks from the last stage."""
+        """Broadcast each stage's buffers from the first pipeline, and buffers outside of the blocks from the last stage."""
         for name, buffer in model.named_buffers():
             if name in self.common_names:
                 torch.distributed.broadcast(buffer, self._rank_of(len(self.ranges) - 1), group=self.stage_group)
@@ -253,5 +253,5 @@ class PipelineParallel(Sharded):
 
 
 def _has_inplace_dropout(block: torch.nn.Module) -> bool:
-    """True if a block may overwrite its input in training alone, which an evaluation does not show."""
+    """True if a block may overwrite its input only in training, where an evaluation does not show it."""
     return any(isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.inplace for m in block.modules())

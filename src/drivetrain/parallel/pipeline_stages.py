@@ -179,7 +179,7 @@ def stages_match_model(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]
         _perturb(model, blocks, noise, undo)
         whole = model(x)
         if not isinstance(whole, torch.Tensor):
-            raise UserError(f"parallel=pipeline takes models that give one tensor, and this one gives a {type(whole).__name__}")
+            raise UserError(f"parallel=pipeline takes models that give one tensor, but this one gives a {type(whole).__name__}")
         staged, h = StagedForward(model, blocks), x
         undo.callback(staged.remove)
         try:
@@ -236,7 +236,7 @@ def _has_trainable(modules: Iterable[torch.nn.Module], excluding: Iterable[torch
 
 
 class PipelineStep(WrappingStep):
-    """Collects an update's micro-batches and runs them by torch's schedule; `inner` updates the weights."""
+    """Collects an update's micro-batches and runs them in torch's schedule; `inner` updates the weights."""
 
     def __init__(self, inner: Step, pipeline: PipelineParallel, context: BuildContext) -> None:
         super().__init__(inner)
@@ -298,10 +298,10 @@ class PipelineStep(WrappingStep):
         return PipelineStage(module, stage, count, self._device, input_args=inputs, output_args=outputs, group=group)
 
     def _forward(self, stage: int, h: torch.Tensor, number: int) -> torch.Tensor:
-        if stage in self._overwriting:  # autograd lets no leaf be overwritten
+        if stage in self._overwriting:  # autograd forbids overwriting a leaf
             h = h.clone()
         with self._precision.autocast():
-            # Contiguous whatever the memory format, because that is how it is sent and received.
+            # Contiguous in any memory format, because tensors are sent and received so.
             return self._stage_forward(stage, h, self._running[number].x).contiguous()
 
     def _loss_of(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
@@ -320,7 +320,7 @@ class PipelineStep(WrappingStep):
         _sum_over([p.grad for p in self._common if p.grad is not None], self._pipeline.stage_group)
         pipelines = self._pipeline.data_world.size
         if pipelines > 1:
-            averaged = self._pipeline.shard_stages  # by FSDP already, what it has sharded
+            averaged = self._pipeline.shard_stages  # FSDP has already averaged its shards
             gradients = [shard_of(p.grad) for p in self._trained if p.grad is not None and not (averaged and is_sharded(p))]
             _sum_over(gradients, self._pipeline.data_group)
             torch._foreach_div_(gradients, pipelines)

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class RankWork:
-    """Adds up the time in those parts of the training forward in which no rank waits for another.
+    """Adds up the time of the training forward without waits for other ranks.
 
-    It is the device's time, as the host may be far ahead of it. It leaves out the backward, in which all ranks wait, and
-    compiled code, where a clock would cause graph breaks.
+    It is device time, because the host may run far ahead. The backward is left out because all ranks wait in it, compiled code
+    because a clock would cause graph breaks.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -73,12 +73,12 @@ class RankWork:
         self._seconds += self._clock.total([self._unread.popleft() for _ in range(count)])
 
 
-MAX_KEYS = 8  # named in the message where ranks were started with different configs
+MAX_KEYS = 8  # named in the message about ranks with different configs
 ENDPOINT = re.compile(r"[^\s:]+:(\d{1,5})")
 
 
 def device_id(device: torch.device) -> str | None:
-    """Return a rank's device as it is known among those of its machine; None for a CPU, which ranks share."""
+    """Return a rank's device by its identity on its machine; None for a CPU, which ranks share."""
     if device.type == "cpu":
         return None
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -106,9 +106,9 @@ class ProcessGroupStrategy(Parallel):
     distributed = True
     one_process = False
     reduces_in_graph = False
-    _work: RankWork = field(default_factory=RankWork, init=False)  # time that this rank works alone
-    _reported_work: float = field(default=0.0, init=False)  # seconds of it at the last log
-    _on_cpu: bool = field(default=False, init=False)  # whatever devices the machine has
+    _work: RankWork = field(default_factory=RankWork, init=False)  # time of this rank's own work
+    _reported_work: float = field(default=0.0, init=False)  # its seconds at the last log
+    _on_cpu: bool = field(default=False, init=False)  # independent of the machine's devices
     machine_local_keys = ("nnodes", "rendezvous", "rendezvous_s")
 
     def resolve(self, run: RunSpec) -> Self:
@@ -142,14 +142,14 @@ class ProcessGroupStrategy(Parallel):
             )
         if self.max_restarts and not run.saving.active:
             yield (
-                f"parallel.max_restarts={self.max_restarts} has nothing to start again from with {run.named('saving')}: "
+                f"parallel.max_restarts={self.max_restarts} has no checkpoint to restart from with {run.named('saving')}: "
                 "set saving=last"
             )
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         found = run.runtime.accelerator()
         if found.type == "mps":
-            yield f"{run.named('parallel')} needs collectives, and MPS has none: set parallel=single, or runtime.device=cpu"
+            yield f"{run.named('parallel')} needs collectives, but MPS has none: set parallel=single, or runtime.device=cpu"
         elif found.type != "cpu" and launched() is None and self.local_ranks() > found.count:
             yield (
                 f"parallel.nproc={self.nproc} starts {self.local_ranks()} ranks, and torch finds {found.count} "
@@ -248,7 +248,7 @@ class ProcessGroupStrategy(Parallel):
             )
 
     def of_all_ranks(self, value: T) -> list[T]:
-        """Return every rank's value, on every rank."""
+        """Return the values of all ranks, on every rank."""
         values = [value] * self.world.size
         torch.distributed.all_gather_object(values, value, group=self._control)
         return values
@@ -258,7 +258,7 @@ class ProcessGroupStrategy(Parallel):
         if self.world.size == 1:
             return {}
         all_ranks = torch.zeros(2, self.world.size, dtype=torch.float64)
-        worked = waited + self._work.seconds()  # its waits for data count: the others wait too
+        worked = waited + self._work.seconds()  # its waits for data count, because the others wait too
         all_ranks[:, self.world.rank] = torch.tensor([worked - self._reported_work, seconds])
         self._reported_work = worked
         torch.distributed.all_reduce(all_ranks, group=self._control)
@@ -342,7 +342,7 @@ class ProcessGroupStrategy(Parallel):
 
 
 def _layout(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that is sent within an object: shape, strides and dtype. Its memory follows by itself."""
+    """Return a tensor's shape, strides and dtype, to be sent within an object. Its memory follows separately."""
     return torch.empty_like(tensor, device="meta", requires_grad=False)
 
 
@@ -351,5 +351,5 @@ def _sent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor without gaps as a vector: gloo sends no other strides."""
+    """Return the memory of a tensor without gaps as a vector, because gloo sends no other strides."""
     return tensor.as_strided((tensor.numel(),), (1,))

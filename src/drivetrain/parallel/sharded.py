@@ -1,4 +1,4 @@
-# long: what fsdp, tensor and pipeline share: how weights are cut, gathered and summed
+# long: cutting, gathering and summing weights for fsdp, tensor and pipeline
 """The base of the strategies that shard weights over ranks, as torch's DTensors.
 
 Clipping, optimizer, EMA and loss scaling work on this rank's shards as plain tensors: with the fused kernels, and without
@@ -39,15 +39,15 @@ logger = logging.getLogger(__name__)
 
 
 class ShardDims(NamedTuple):
-    """The mesh dimensions over which a weight is divided."""
+    """The mesh dimensions that divide a weight."""
 
-    run: tuple[str, ...]  # a sum over these counts each weight of the run once
-    layer: tuple[str, ...]  # the parts of this weight
-    row: tuple[str, ...]  # the parts of its rows; of a vector, which is one unit, its elements
+    run: tuple[str, ...]  # a sum over these dimensions counts each weight once
+    layer: tuple[str, ...]  # these number the parts of this weight
+    row: tuple[str, ...]  # these number parts of its rows; of a vector, which is one unit, its elements
 
 
 class ShardSums:
-    """Adds up numbers of weights over the ranks that hold their parts. Weights of one layout share an all-reduce."""
+    """Sums numbers per weight over the ranks with its parts. Weights of one layout share an all-reduce."""
 
     def __init__(self, layouts: Sequence[tuple[str, ...]], mesh: DeviceMesh) -> None:
         self._mesh, self._members = mesh, defaultdict(list)
@@ -56,7 +56,7 @@ class ShardSums:
                 self._members[dimensions].append(i)
 
     def __call__(self, numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the sums of a tensor for each weight. A weight's has the same shape on all ranks that hold a part."""
+        """Return the sum of each weight's tensor. It has the same shape on all ranks with a part."""
         sums = list(numbers)
         for dimensions in sorted(self._members):
             members = self._members[dimensions]
@@ -69,9 +69,9 @@ class ShardSums:
 
 
 def parts_of(tensor: DTensor, shape: tuple[int, ...]) -> list[TensorPart]:
-    """Return this rank's parts of a DTensor, as views, in the weight of this shape; none where its part has no elements.
+    """Return this rank's parts of a DTensor as views with their places in a weight of this shape; none for an empty part.
 
-    The DTensor of a fused projection has a dimension more than its weight, for its matrices, and a part of each is here.
+    A fused projection's DTensor has one dimension more than its weight, for its matrices; each has a part here.
     """
     (chunk,) = tensor.__create_chunk_list__()
     local, offsets = shard_of(tensor), tuple(chunk.offsets)
@@ -85,22 +85,22 @@ def parts_of(tensor: DTensor, shape: tuple[int, ...]) -> list[TensorPart]:
 
 @dataclass
 class _Weight:
-    """A divided weight, the part of it that this rank holds, and the whole one as the optimizer has it."""
+    """A divided weight: this rank's part, and the whole weight as the optimizer sees it."""
 
     name: str
     shard: torch.nn.Parameter
     shape: tuple[int, ...]
-    ranks: tuple[str, ...]  # dimensions of the mesh over which it is divided
-    owner: tuple[int, ...]  # the coordinates in them of the rank that updates it
+    ranks: tuple[str, ...]  # mesh dimensions that divide it
+    owner: tuple[int, ...]  # coordinates of the updating rank in them
     own: bool = False
     whole: torch.nn.Parameter = field(init=False)  # without memory on the other ranks
 
 
 class WholeWeights:
-    """Hands every divided weight to one of the ranks that hold a part of it, as evenly as their sizes allow.
+    """Assigns every divided weight to one of the ranks with a part of it, as evenly as sizes allow.
 
-    Before an update these ranks gather its gradient; its owner updates the whole weight, with an optimizer state that no other
-    rank has, and gives every rank its part. The owner keeps the whole weight, the others a tensor without memory in its place.
+    Before an update these ranks gather its gradient. The owner updates the whole weight, holds its only optimizer state, and
+    sends every rank its part. The owner keeps the whole weight, the others a tensor without memory.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class WholeWeights:
         self._at = {name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names or ()}
         self._weights = [_Weight(name, shard, shape, ranks, ()) for name, shard, shape, ranks in divided]
         self._share_out()
-        self.stale = True  # the owners have old weights: something else, such as a loaded checkpoint, has set the parts
+        self.stale = True  # the owners' weights are outdated: something else, such as a loaded checkpoint, has set the parts
         for weight in self._weights:
             weight.own = weight.owner == tuple(self._at[name] for name in weight.ranks)
             device = weight.shard.device if weight.own else torch.device("meta")
@@ -123,7 +123,7 @@ class WholeWeights:
         self.owned = {weight.name: weight.own for weight in self._weights}
 
     def _share_out(self) -> None:
-        """Choose the owners: the largest weights first, each to the rank that has the least so far."""
+        """Choose the owners: the largest weights first, each to the rank with the least so far."""
         loads: dict[tuple[str, ...], dict[tuple[int, ...], int]] = {}
         for weight in sorted(self._weights, key=lambda w: (-math.prod(w.shape), w.name)):
             sizes = [range(self._mesh[name].size()) for name in weight.ranks]
@@ -132,7 +132,7 @@ class WholeWeights:
             load[weight.owner] += math.prod(weight.shape)
 
     def gather(self) -> None:
-        """Give the owners whole gradients, and whole weights too where anything but `spread` has set the parts."""
+        """Give the owners whole gradients, and whole weights too if anything but `spread` has set the parts."""
         for weight in self._weights:
             if self.stale:
                 whole = self._gather(weight.name, weight.shard)
@@ -152,7 +152,7 @@ class WholeWeights:
                 weight.shard.detach().copy_(self._own_part(weight.name, whole))
 
     def _broadcast(self, whole: torch.Tensor, weight: _Weight) -> None:
-        """Send the owner's weight along one dimension of the mesh after the other, from the ranks that have it already."""
+        """Send the owner's weight along the mesh dimensions, one after another, from ranks that already have it."""
         for n, name in enumerate(weight.ranks):
             if all(self._at[later] == at for later, at in zip(weight.ranks[n + 1 :], weight.owner[n + 1 :], strict=True)):
                 group = self._mesh.get_group(name)
@@ -168,9 +168,9 @@ class WholeWeights:
 class ShardedStep(WrappingStep):
     """Gives the optimizer the gradients of this rank's shards, as plain tensors."""
 
-    shards: Sequence[tuple[torch.nn.Parameter, torch.nn.Parameter]]  # each sharded weight, and its shard as the optimizer has it
+    shards: Sequence[tuple[torch.nn.Parameter, torch.nn.Parameter]]  # each sharded weight with the optimizer's shard of it
     root: FSDPModule | None  # the model, if FSDP reduces gradients once an update; None: after every micro-batch
-    whole: WholeWeights | None  # that the optimizer updates in place of the shards
+    whole: WholeWeights | None  # whole weights that the optimizer updates instead of shards
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         if self.root is not None:
@@ -196,7 +196,7 @@ class ShardedStep(WrappingStep):
 
 
 class GatheredGradients(OwnGradients):
-    """Watches the weights that FSDP gathers for each block's forward; `dims_of` tells what each one stays divided over."""
+    """Watches the weights that FSDP gathers for each block's forward; `dims_of` maps each to its remaining mesh dimensions."""
 
     def __init__(self, root: torch.nn.Module, shards: Container[int], dims_of: Callable[[str], tuple[str, ...]]) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -221,7 +221,7 @@ class Sharded(ProcessGroupStrategy):
 
     lockstep_evaluation = True
     whole_model = calls_parts = False
-    model_dims: ClassVar[tuple[str, ...]] = ()  # mesh dimensions over which ranks divide the model for the same samples
+    model_dims: ClassVar[tuple[str, ...]] = ()  # mesh dimensions that divide the model for the same samples
     can_unfreeze = False
     _whole: WholeWeights | None = field(default=None, init=False)
     _sync_last_only: bool = field(default=False, init=False)  # FSDP reduces gradients only in an update's last micro-batch
@@ -231,11 +231,11 @@ class Sharded(ProcessGroupStrategy):
         name = run.named("parallel")
         if not (run.optimizer.elementwise or run.optimizer.by_norms or run.optimizer.by_parameter):
             yield (
-                f"{run.named('optimizer')} does not say that it updates each parameter by itself, and {name} leaves each rank a "
-                "part of them: set parallel=ddp, or another optimizer (adamw, lamb, muon)"
+                f"{run.named('optimizer')} does not declare that it updates each parameter separately, "
+                f"and {name} leaves each rank a part of them: set parallel=ddp, or another optimizer (adamw, lamb, muon)"
             )
         if run.precision.owns_weights and not (run.precision.divides_weights and self.own_forward):
-            yield f"{run.named('precision')} and {name} exclude each other (both keep weights of their own): set precision=bf16"
+            yield f"{run.named('precision')} and {name} exclude each other (both keep copies of the weights): set precision=bf16"
         elif run.precision.owns_weights and run.optimizer.by_parameter:
             yield (
                 f"{run.named('optimizer')} updates whole weights, and {run.named('precision')} with {name} has copies of parts: "
@@ -262,7 +262,7 @@ class Sharded(ProcessGroupStrategy):
         both = ((p, self._shards.get(id(p), p), self._layout(name)) for name, p in self._sharded.items())
         self._layouts = {id(tensor): layout for *tensors, layout in both for tensor in tensors}
         own = {self._layout(name).run for name, p in self._sharded.items() if p.requires_grad}
-        self._all_dims = sorted(set().union(*self.of_all_ranks(own)))  # of any rank's weights, in one order on all ranks
+        self._all_dims = sorted(set().union(*self.of_all_ranks(own)))  # of all ranks' weights, in one order on all ranks
 
     def leave_model(self) -> None:
         self._root, self._sharded, self._shards, self._whole = torch.nn.Module(), {}, {}, None
@@ -328,7 +328,7 @@ class Sharded(ProcessGroupStrategy):
         return found
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Sum powers over this rank's shards, then over the ranks that hold the others, so that each weight counts once."""
+        """Sum powers over this rank's shards, then over the ranks with the other shards, so that each weight counts once."""
         gradients: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
         for p in parameters:
             if p.grad is not None:
@@ -349,9 +349,9 @@ class Sharded(ProcessGroupStrategy):
             own.leave()
 
     def _total(self, powers: Mapping[tuple[str, ...], torch.Tensor], dims: Sequence[tuple[str, ...]]) -> torch.Tensor:
-        """Return the sum over all weights, 0-d, of this rank's `powers` by the dimensions over which its weights are divided.
+        """Return the sum over all weights, 0-d, from this rank's `powers` by the mesh dimensions that divide its weights.
 
-        `dims` are those of any rank's weights, in the same order on all ranks.
+        `dims` are the dimensions of all ranks' weights, in the same order on all ranks.
         """
         total = torch.zeros((), device=self._device, dtype=torch.float64)
         for dimensions in dims:
@@ -371,7 +371,7 @@ class Sharded(ProcessGroupStrategy):
         return ShardSums(layouts, self._mesh) if any(layouts) else None
 
     def _layout(self, name: str) -> ShardDims:
-        """Return over which mesh dimensions a weight is divided."""
+        """Return the mesh dimensions that divide a weight."""
         p, ndim = self._sharded[name], len(self._plain_shapes[name])
         if not is_sharded(p):
             return ShardDims((), (), ())
@@ -382,7 +382,7 @@ class Sharded(ProcessGroupStrategy):
         return ShardDims(layer, layer, tuple(name for name, how in divided if ndim <= 1 or how.dim >= rows))  # type: ignore[attr-defined]
 
     def _pairs(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-        """Return each sharded weight once, with its shard as the optimizer has it."""
+        """Return each sharded weight once, with the optimizer's shard."""
         return [(p, self._shards[i]) for i, p in {id(p): p for p in self._sharded.values()}.items() if i in self._shards]
 
     # --- saving: this rank's shards ↔ full tensors ---
@@ -392,13 +392,13 @@ class Sharded(ProcessGroupStrategy):
 
         def gather(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
             full = self._gather_full(name, tensor)
-            return full.to("cpu", copy=True) if is_first else None  # without the padding of what was gathered
+            return full.to("cpu", copy=True) if is_first else None  # without the padding of the gathered tensor
 
         weights = {name: gather(name, t) for name, t in model.state_dict().items()}
         return weights, self.with_states_of_all(self._map_state(state, gather))
 
     def with_states_of_all(self, state: StateDict, sends: bool = True) -> StateDict:
-        """Return, on rank 0, the state with the optimizer's of all ranks that send theirs, where a rank has not all of it."""
+        """Return, on rank 0, the state with the optimizer states of all sending ranks, if no rank has the whole."""
         if self._whole is None and self.own_forward:
             return state
         parts = [part for part in self.gather_object(state["optimizer"] if sends else None) if part is not None]
@@ -420,11 +420,11 @@ class Sharded(ProcessGroupStrategy):
         return _as_dtensor(torch.empty(p.to_local().shape, dtype=dtype, device=p.device), p)
 
     def _owns_state(self, kind: str, name: str) -> bool | None:
-        """Return whether this rank has the optimizer state of a weight, where one rank has it whole; None: no rank has."""
+        """Return whether this rank alone has the optimizer state of a weight; None if no rank has it whole."""
         return self._whole.owned.get(name) if self._whole is not None and kind == "optimizer" else None
 
     def _is_part(self, p: torch.Tensor, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is this rank's part of one with an element for each element of the weight."""
+        """Return whether a tensor is this rank's part of a tensor of the weight's size."""
         return is_sharded(tensor) or tensor.shape == self._shards[id(p)].shape
 
     def shard_state_dict(self, weights: StateDict, state: StateDict) -> tuple[StateDict, StateDict]:
@@ -440,7 +440,7 @@ class Sharded(ProcessGroupStrategy):
         """Return the state with each tensor that belongs to a weight replaced by `change(name of the weight, tensor)`."""
         optimizer, ema = state["optimizer"], state["ema"]
         owned = self._whole.owned if self._whole is not None else {}
-        # In one order on all ranks, since all ranks gather together. The order of the state differs between ranks where one of
+        # In one order on all ranks, because all ranks gather together. The state's order differs between ranks if one of
         # them has no element of a weight: ours give such weights a state before or after the others.
         changed = {
             name: {
@@ -461,7 +461,7 @@ class Sharded(ProcessGroupStrategy):
         """Return whether a value of an optimizer's state has one element per element of the weight."""
         if not isinstance(value, torch.Tensor) or name not in self._sharded:
             return False
-        if is_sharded(value):  # as it was read from a checkpoint in parts
+        if is_sharded(value):  # read from a checkpoint in parts
             return True
         shard = self._shards.get(id(self._sharded[name]))
         shapes = [self._plain_shapes[name], *([tuple(shard.shape)] if shard is not None else [])]
@@ -494,7 +494,7 @@ def _flatten_parts(shard: torch.Tensor, ndim: int) -> torch.Tensor:
 
 
 def _as_dtensor(shard: torch.Tensor, p: DTensor) -> DTensor:
-    """Return the DTensor with the layout of `p` that a shard belongs to."""
+    """Return a shard as part of a DTensor with the layout of `p`."""
     from torch.distributed.tensor import DTensor
 
     local = shard.reshape(p.to_local().shape)

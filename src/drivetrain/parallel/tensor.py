@@ -55,7 +55,7 @@ class Tensor(Sharded):
 
     @property
     def keeps_own_gradients(self) -> bool:
-        return self.data_world.size == 1  # else FSDP divides the weights among the groups
+        return self.data_world.size == 1  # otherwise FSDP divides the weights among the groups
 
     def model_ranks(self) -> int:
         return self.ranks() if self.size == "auto" else self.size
@@ -82,7 +82,7 @@ Plan = Callable[
 
 
 def tensor_parallel_problems(setting: str, run: RunSpec) -> Iterator[str]:
-    """Yield what excludes tensor parallelism, as far as the options show, such as a model that is not a transformer."""
+    """Yield the options that exclude tensor parallelism, such as a model that is not a transformer."""
     if run.debug.names_backward_lines:
         yield f"debug=anomaly and {setting} exclude each other (torch does not check sharded tensors for NaN): set parallel=ddp"
     if run.batch.buckets_lengths and run.compile.dynamic is not False:
@@ -92,7 +92,7 @@ def tensor_parallel_problems(setting: str, run: RunSpec) -> Iterator[str]:
         )
     if run.adapter.active:
         yield (
-            f"{run.named('adapter')} and {setting} exclude each other (its plans share out plain Linear layers): set "
+            f"{run.named('adapter')} and {setting} exclude each other (its plans shard plain Linear layers): set "
             "parallel=fsdp or ddp"
         )
     if not run.model.may_be_transformer:
@@ -105,9 +105,9 @@ def tensor_parallel_problems(setting: str, run: RunSpec) -> Iterator[str]:
 def shard_blocks(
     setting: str, model: torch.nn.Module, blocks: Sequence[torch.nn.Module], mesh: DeviceMesh, work: RankWork
 ) -> int:
-    """Shard a model's blocks that have a plan over the mesh's ranks, in place. Returns their number. Raises UserError if it is 0.
+    """Shard the blocks with a plan over the mesh's ranks, in place. Returns their number. Raises UserError without any.
 
-    `work` times what a rank computes in them before the all-reduce.
+    `work` times a rank's computation in them before the all-reduce.
     """
     styles = own_styles(model)
     plans = [plan for block in blocks if (plan := plan_for(block, styles)) is not None]
@@ -123,7 +123,7 @@ def shard_blocks(
 
 
 def own_styles(model: torch.nn.Module) -> dict[int, str]:
-    """The styles that the plan of a model of transformers gives its layers, by their ids; {} where it has no plan."""
+    """The styles of layers, by their ids, from the plan of a model of transformers; {} without a plan."""
     for module in model.modules():
         if plan := getattr(module, "_tp_plan", None):
             numbered = ((re.sub(r"\b\d+\b", "*", name), layer) for name, layer in module.named_modules())
@@ -134,11 +134,11 @@ def own_styles(model: torch.nn.Module) -> dict[int, str]:
 def plan_for(block: torch.nn.Module, styles: Mapping[int, str] | None = None) -> Plan | None:
     """Return the sharding plan of a block, or None. Matches exact classes: derived ones may compute something else.
 
-    `styles` are those of `own_styles`, for a block that has layers among them.
+    `styles` are from `own_styles`, for a block with layers among them.
     """
     if styles and (own := {name: styles[id(m)] for name, m in block.named_modules() if id(m) in styles}):
         return functools.partial(_shard_by_styles, block, own)
-    timms = sys.modules.get("timm.layers.attention"), sys.modules.get("timm.layers.mlp")  # loaded where a block is of timm
+    timms = sys.modules.get("timm.layers.attention"), sys.modules.get("timm.layers.mlp")  # loaded if a block is timm's
     attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
     if (
         type(attn) is getattr(timms[0], "Attention", None)
@@ -152,7 +152,7 @@ def plan_for(block: torch.nn.Module, styles: Mapping[int, str] | None = None) ->
 
 
 def _is_plain(module: object, *parts: str) -> bool:
-    """Return whether these parts of a module, which would mix all heads or hidden units, are absent."""
+    """Return True if a module lacks these parts, which would mix all heads or hidden units."""
     return all(isinstance(getattr(module, part, None), torch.nn.Identity | None) for part in parts)
 
 
@@ -185,8 +185,7 @@ def _shard_by_styles(block: torch.nn.Module, styles: Mapping[str, str], mesh: De
     made = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     if others := sorted({*styles.values()} - {*made}):
         raise UserError(
-            f"the tensor plan of {type(block).__name__} has styles that drivetrain does not shard by ({', '.join(others)}): set "
-            "parallel=fsdp"
+            f"the tensor plan of {type(block).__name__} has styles unknown to drivetrain ({', '.join(others)}): set parallel=fsdp"
         )
     modules = dict(block.named_modules())
     for name, style in styles.items():

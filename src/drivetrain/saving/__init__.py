@@ -1,4 +1,4 @@
-"""Checkpoints: when a run's state is saved, its content and its format."""
+"""Checkpoints: the times, the content and the format of a saved state."""
 
 from drivetrain.saving.options import Saving
 

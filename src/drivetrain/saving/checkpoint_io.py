@@ -31,8 +31,8 @@ def save(
 ) -> Path:
     """Write checkpoints/<update>/ atomically: weights under plain names, training state, and a manifest of SHA-256 sums.
 
-    `about` says what the weights need to be used alone. It is in the manifest, and in the file of the weights.
-    Raises CannotSave where the disk refuses; then nothing half-written is left.
+    `about` describes the weights for use without the run. It is in the manifest and in the weights' file.
+    Raises CannotSave if the disk refuses; then nothing half-written is left.
     """
     needed = space.size_of(weights, state)
     with space.writing(run_dir, update, _temporary(run_dir, update), needed):
@@ -55,7 +55,7 @@ def save_sharded(
     """Write a checkpoint; every rank writes its parts of `tensors`. Called on all ranks.
 
     `rest` is the state without these tensors; `group` is a gloo process group, None for a single process.
-    Raises CannotSave on all ranks where the disk refuses one of them.
+    Raises CannotSave on all ranks if the disk refuses one of them.
     """
     import torch.distributed as dist
 
@@ -77,7 +77,7 @@ def save_sharded(
 
 
 def _size_on_all_ranks(tensors: dict[str, Divided], group: ProcessGroup | None) -> int:
-    """Return the bytes of the whole tensors that ranks hold parts of."""
+    """Return the bytes of the whole tensors behind the ranks' parts."""
     sizes = {name: math.prod(t.shape) * t.parts[0].tensor.element_size() for name, t in tensors.items()}
     if group is not None:
         import torch.distributed as dist
@@ -89,7 +89,7 @@ def _size_on_all_ranks(tensors: dict[str, Divided], group: ProcessGroup | None) 
 
 
 def _first_and_then_all(work: Callable[[], None] | None, group: ProcessGroup | None) -> None:
-    """Let the first rank work while the others wait, and raise its error on all ranks: else they would wait for ever."""
+    """Let the first rank work while the others wait. Raise its error on all ranks, otherwise they would wait for ever."""
     error: Exception | None = None
     try:
         if work is not None:
@@ -124,7 +124,7 @@ def _begin(run_dir: Path, update: int) -> Path:
 
 
 def _finish(run_dir: Path, update: int, about: Mapping[str, object] | None) -> Path:
-    """Write the manifest and rename the temporary folder: from here on it is a checkpoint."""
+    """Write the manifest and rename the temporary folder: only then it is a checkpoint."""
     root = run_dir / "checkpoints"
     target, temporary = root / str(update), _temporary(run_dir, update)
     manifest.write(temporary, update, about or {})
@@ -144,15 +144,15 @@ def _finish(run_dir: Path, update: int, about: Mapping[str, object] | None) -> P
 def load(checkpoint: Path, shards: Shards | None = None) -> tuple[dict[str, torch.Tensor], JsonObject]:
     """Load weights and state of a verified checkpoint. The state holds plain tensors and containers, never a pickled object.
 
-    Every rank reads its `shards` of a sharded checkpoint, and of the state the tensors that it uses: they are mapped, and keep
-    the file open. Without them a single process reads all of it. Raises Malformed for what torch and safetensors refuse to read.
+    Every rank reads its `shards` of a sharded checkpoint, and maps the tensors of the state that it uses, which keeps the file
+    open. Without `shards` a single process reads everything. Raises Malformed if torch or safetensors refuses to read.
     """
     weights: dict[str, torch.Tensor] | None = None
     try:
         state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True, mmap=shards is not None)
         if (checkpoint / "model.safetensors").exists():
             weights = safetensors.torch.load_file(checkpoint / "model.safetensors")
-    except Exception as error:  # whatever the bytes make of a reader
+    except Exception as error:  # damaged bytes may raise anything in a reader
         why = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise Malformed(f"{checkpoint} cannot be read: {why}") from error
     if weights is None:
@@ -163,20 +163,20 @@ def load(checkpoint: Path, shards: Shards | None = None) -> tuple[dict[str, torc
 
 
 def prune(run_dir: Path, chosen: Callable[[list[int]], list[int]]) -> None:
-    """Remove all checkpoints but the newest, to resume from, and those `chosen` from the updates of all, the oldest first."""
+    """Remove all checkpoints except the newest, to resume from, and the ones `chosen` from all updates, the oldest first."""
     saved = updates(run_dir)
     for update in {*saved[:-1]}.difference(chosen(saved)):
         try:
             shutil.rmtree(run_dir / "checkpoints" / str(update))
         except OSError as error:
-            logger.warning("checkpoint %d of %s is no longer needed, and cannot be removed (%s)", update, run_dir, error.strerror)
+            logger.warning("checkpoint %d of %s is no longer needed, but cannot be removed (%s)", update, run_dir, error.strerror)
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Remove what a killed process has left of its last save. Called by the process that has the run, before it saves."""
+    """Remove the rest of a killed process's last save. Called by the process with the run's lock, before it saves."""
     manifest.recover(run_dir)
     root = run_dir / "checkpoints"
-    if root.is_symlink():  # refused by the first save
+    if root.is_symlink():  # the first save refuses it
         return
     for left in [*root.glob(".writing-*"), *root.glob(".replaced-*")]:
         files.remove(left)
@@ -188,7 +188,7 @@ def updates(run_dir: Path) -> list[int]:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Read a safetensors file of a run. Raises OSError where it is no ordinary file, SafetensorError for a damaged one."""
+    """Read a safetensors file of a run. Raises OSError unless it is an ordinary file, SafetensorError for a damaged one."""
     with files.opened(path, "rb"):
         pass
     return safetensors.torch.load_file(path)
@@ -210,27 +210,27 @@ def write_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: StateDict) -> None:
-    """Load the state of this optimizer's parameters, which are matched by name.
+    """Load the state of this optimizer's parameters, matched by name.
 
-    The optimizer's settings stay those of the config, which a resumed run may have changed. They are in the state that torch
-    loads, because `fused` decides whether torch puts the step counters on the device or on the CPU.
+    Settings come from the config, because a resumed run may have changed them. They are part of the loaded state, because
+    `fused` decides whether torch puts the step counters on the device or on the CPU.
     """
     optimizer.load_state_dict(_state_for(optimizer, state))
 
 
 def with_new_parameters(optimizer: torch.optim.Optimizer, state: StateDict) -> JsonObject:
-    """Return a saved state that also names those of this optimizer's parameters which did not train: they have no state yet."""
+    """Return a saved state that also names this optimizer's untrained parameters, which have no state yet."""
     known = {name: group for group in state["param_groups"] for name in group["params"]}
     groups = list(state["param_groups"])
     for group in optimizer.param_groups:
         if new := [name for name in group["param_names"] if name not in known]:
-            beside = next((known[name] for name in group["param_names"] if name in known), group)  # it may count the updates
+            beside = next((known[name] for name in group["param_names"] if name in known), group)  # the setting may count updates
             groups.append({**beside, "param_names": new, "params": new})
     return {**state, "param_groups": groups}
 
 
 def _state_for(optimizer: torch.optim.Optimizer, state: StateDict) -> StateDict:
-    """Return the saved state rearranged into this optimizer's groups: it may hold other parameters, in another order."""
+    """Return the saved state rearranged into this optimizer's groups. It may hold other parameters, in another order."""
     settings = {name: group for group in state["param_groups"] for name in group["params"]}
     if new := [name for group in optimizer.param_groups for name in group["param_names"] if name not in settings]:
         raise UserError(

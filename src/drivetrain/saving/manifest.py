@@ -21,7 +21,7 @@ from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.saving.content import Malformed, check_state
 
-MOST = 2**31  # of a size: that of a dimension, of outputs, of a vocabulary
+MOST = 2**31  # limit of a size: of a dimension, of outputs, of a vocabulary
 DEEPEST = 20  # levels of a tree of inputs
 DTYPES = frozenset(("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"))
 NAMES = frozenset(("targets", "shape", "inputs", "images", "outputs", "classes", "dtype", "vocabulary", "normalize"))
@@ -29,9 +29,9 @@ Moments = dict[str, list[float]] | None  # mean and std, each with a number per 
 
 
 def problem(about: JsonMapping) -> str | None:
-    """Return the first entry that no run could have written, such as "shape=[-3]"; None where there is none.
+    """Return the first entry that no run could have written, such as "shape=[-3]"; None without one.
 
-    An empty mapping is of a run that described nothing.
+    A run without a description has an empty mapping.
     """
     if not about:
         return None
@@ -60,7 +60,7 @@ def problem(about: JsonMapping) -> str | None:
 def _name_outputs(names: int, outputs: Tree, targets: object) -> bool:
     """True if there are as many names as outputs.
 
-    A loss may want several outputs for each value, such as its quantiles, and one for the blank between items of a sequence.
+    A loss may need several outputs for each value, such as quantiles, or one for the blank between items of a sequence.
     """
     several = targets in ("values", None) and names > 0 and _is_size(outputs) and outputs % names == 0
     return names == outputs or several or (targets in ("sequence", None) and outputs == names + 1)
@@ -75,7 +75,7 @@ def _is_shape(value: object) -> bool:
 
 
 def _is_tree(value: object, deep: int = 0) -> bool:
-    """True if it is the structure of inputs, as engine/summary.py writes it."""
+    """True for the structure of inputs as engine/summary.py writes it."""
     if not isinstance(value, dict) or deep > DEEPEST:
         return False
     if "keys" in value:
@@ -86,7 +86,7 @@ def _is_tree(value: object, deep: int = 0) -> bool:
 
 
 def _is_range(value: object) -> bool:
-    """True if it is the range of pixel values, as engine/summary.py writes it."""
+    """True for the range of pixel values as engine/summary.py writes it."""
     if value is None:
         return True
     if not isinstance(value, dict) or value.keys() != {"low", "high", "said"} or not fits(value["said"], bool):
@@ -110,18 +110,18 @@ def text(content: JsonMapping) -> str:
 
 
 def check(written: str, found: Mapping[str, object]) -> None:
-    """Raise ValueError where a byte of a sealed file differs from what was written; `found` is its parsed text."""
+    """Raise ValueError if any byte of a sealed file has changed; `found` is its parsed text."""
     if written != text({key: value for key, value in found.items() if key != OWN}):
         raise ValueError("it is damaged: its SHA-256 differs")
 
 
 FORMAT = 3
 FULL = {"model.safetensors", "state.pt"}
-PIECES = "pieces.json"  # where the shards of a sharded checkpoint are in its files
+PIECES = "pieces.json"  # places of a sharded checkpoint's shards in its files
 SHARDED = {PIECES, "state.pt"}
-# The keys that are read of a manifest, with the type that each must have.
+# The keys read from a manifest, with their types.
 KINDS: JsonObject = {"sha256": dict[str, str], "bytes": dict[str, int], "about": dict[str, object]}
-NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)  # of an update; int() reads further digits of other scripts
+NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)  # of an update; int() also reads digits of other scripts
 
 
 def verify(checkpoint: Path) -> str | None:
@@ -134,7 +134,7 @@ def verify(checkpoint: Path) -> str | None:
     if manifest.get("format") != FORMAT:
         return f"has format {manifest.get('format')}, this drivetrain reads {FORMAT}"
     if (wrong := problem(manifest["about"])) is not None:
-        return f"has a manifest.json with {wrong}, which no run writes"
+        return f"has a manifest.json with {wrong}, and no run writes that"
     for name, expected in hashes.items():
         if Path(name).name != name:
             return f"names a file outside itself: {name!r}"
@@ -144,13 +144,13 @@ def verify(checkpoint: Path) -> str | None:
 
 
 def read(checkpoint: Path) -> JsonObject:
-    """Read a checkpoint's manifest. Raises OSError, and ValueError where a byte of it differs from what was written."""
+    """Read a checkpoint's manifest. Raises OSError, and ValueError if any byte has changed."""
     written = files.read_text(checkpoint / "manifest.json")
     found = files.parse_json(written)
     if not isinstance(found, dict):
         raise TypeError("it is no mapping")
     if wrong := [name for name, kind in KINDS.items() if not fits(found.get(name), kind)]:
-        raise TypeError(f"its {wrong[0]!r} is not what drivetrain writes")
+        raise TypeError(f"its {wrong[0]!r} is not one that drivetrain writes")
     check(written, found)
     return found
 
@@ -160,7 +160,7 @@ def write(folder: Path, update: int, about: Mapping[str, object]) -> None:
     names = sorted(file.name for file in folder.iterdir())
     sizes = {name: (folder / name).stat().st_size for name in names}
     hashes = {name: sha256(folder / name) for name in names}
-    plain = json.loads(json.dumps(dict(about)))  # as it is read back
+    plain = json.loads(json.dumps(dict(about)))  # as read back
     content = {"format": FORMAT, "update": update, "about": plain, "bytes": sizes, "sha256": hashes}
     files.write_text(folder / "manifest.json", text(content))
 
@@ -180,7 +180,7 @@ def _wrong_with(file: Path, expected: str, size: int | None) -> str | None:
         return f"lacks {file.name}"
     except Malformed as error:
         return f"has a malformed {file.name} ({error})"
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an impossible file name
         return f"has a {file.name} that cannot be read ({getattr(error, 'strerror', None) or error})"
     return None
 
@@ -192,7 +192,7 @@ def about(checkpoint: Path) -> JsonObject:
 
 
 def check_classes(own: JsonMapping, here: JsonMapping | None) -> None:
-    """Raise UserError where data described as `here` has other classes than a model's `own`: numbers would stand for others."""
+    """Raise UserError if data described as `here` has other classes than a model's `own`: numbers would mean other classes."""
     were, are = own.get("classes"), (here or {}).get("classes")
     if were is not None and are is not None and were != are:
         at, (was, now) = next((at, pair) for at, pair in enumerate(zip_longest(were, are)) if pair[0] != pair[1])
@@ -203,15 +203,15 @@ def check_classes(own: JsonMapping, here: JsonMapping | None) -> None:
 
 
 def as_metadata(about: Mapping[str, object]) -> dict[str, str]:
-    """Return the same as the metadata of a file, in which all values are texts: as JSON, under the one key "drivetrain".
+    """Return the facts as file metadata, where all values are texts: JSON under the single key "drivetrain".
 
-    safetensors writes several keys in a random order, and two equal runs would not write equal files.
+    With several keys safetensors would write a random order, and equal runs would write unequal files.
     """
     return {"drivetrain": json.dumps(about)}
 
 
 def newest_valid(run_dir: Path, below: int | None = None) -> tuple[Path | None, list[str]]:
-    """Return the newest valid checkpoint, and one line for each newer one that is invalid; `below`: of earlier updates."""
+    """Return the newest valid checkpoint, and one line for each newer invalid one; `below`: before this update."""
     if not directory.is_locked(run_dir):
         recover(run_dir)
     problems: list[str] = []
@@ -226,14 +226,14 @@ def newest_valid(run_dir: Path, below: int | None = None) -> tuple[Path | None, 
 
 
 def recover(run_dir: Path) -> None:
-    """Put back a checkpoint that was to be replaced by one of the same update, where a kill came between the two renames."""
+    """Restore a checkpoint whose replacement at the same update was killed between the two renames."""
     root = run_dir / "checkpoints"
     if root.is_symlink() or not root.is_dir():
         return
     for replaced in root.glob(".replaced-*"):
         name = replaced.name.removeprefix(".replaced-")
         if NUMBER.fullmatch(name) and not replaced.is_symlink() and not (root / name).exists():
-            with contextlib.suppress(OSError):  # a directory that may only be read
+            with contextlib.suppress(OSError):  # a read-only directory
                 replaced.rename(root / name)
 
 
@@ -246,12 +246,12 @@ def best_or_newest(run_dir: Path) -> Path:
             return checkpoint
     newest, problems = newest_valid(run_dir)
     if newest is None:
-        raise UserError(problems or f"{run_dir} has no checkpoint: it was not saved (saving=none), or has not come that far")
+        raise UserError(problems or f"{run_dir} has no checkpoint: it saves nothing (saving=none), or has not come that far")
     return newest
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Return the checkpoints in a run's directory, in no order. Links are none."""
+    """Return the checkpoints in a run's directory, unordered and without links."""
     root = run_dir / "checkpoints"
     if root.is_symlink() or not root.is_dir():
         return []

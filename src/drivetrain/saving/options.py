@@ -1,4 +1,4 @@
-"""The options that say when checkpoints are written, and which are kept."""
+"""The options for the times of checkpoints and for those that are kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.core.options.option import Count, Effect, Option, Positive, RunS
 class Saving(Option, groups.Saving):
     """saving=none: nothing is saved."""
 
-    why_fixed: ClassVar[str] = "the checkpoints are those of one run"
+    why_fixed: ClassVar[str] = "the checkpoints belong to one run"
     effect: ClassVar[Effect] = "exact"
     average_kept = False
     keep_recent: int | None = None
@@ -23,7 +23,7 @@ class Saving(Option, groups.Saving):
         """Start counting updates and minutes from here."""
 
     def counted(self, update: int) -> bool:
-        """Return whether to save after this update, within an epoch, by the number of updates: alike on all ranks."""
+        """Return whether to save after this update, within an epoch, by the number of updates: equal on all ranks."""
         return False
 
     def due(self) -> bool:
@@ -31,9 +31,9 @@ class Saving(Option, groups.Saving):
         return False
 
     def chosen(self, saved: Sequence[int], ranked: Sequence[int]) -> list[int]:
-        """Return which checkpoints to keep, by their updates, in order.
+        """Return the checkpoints to keep, by their updates, in order.
 
-        `saved` are those there are, the oldest first; `ranked` those updates that were evaluated, the best first.
+        `saved` are the existing ones, the oldest first; `ranked` the evaluated updates, the best first.
         """
         return []
 
@@ -45,7 +45,7 @@ class Last(Saving):
     model, and `drivetrain export` merges the shards. `asynchronous` copies the state and writes it in a thread while
     training continues. With `average_kept` the mean of the kept checkpoints' weights is evaluated at the end of the run
     (checkpoint averaging, as in Vaswani et al. 2017) and written to averaged.safetensors. The newest `keep_recent` are kept
-    beside them: what `drivetrain replay` begins at.
+    in addition, as starting points of `drivetrain replay`.
     """
 
     effect = "exact"
@@ -87,7 +87,7 @@ class Last(Saving):
 
 
 class Best(Last):
-    """Saves as saving=last does; keeps the `keep` checkpoints with the best evaluations, and the newest one to resume from.
+    """Saves like saving=last; keeps the `keep` checkpoints with the best evaluations, and the newest one to resume from.
 
     At the end of the run the best one is loaded and evaluated.
     """

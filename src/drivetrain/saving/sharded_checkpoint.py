@@ -28,17 +28,17 @@ MOST_PIECES = 2**30  # bytes of pieces.json
 
 
 def by_name(optimizer: State) -> State:
-    """Return an optimizer's state_dict with its parameters' names in place of their numbers, which torch loads as well."""
+    """Return an optimizer's state_dict with parameter names instead of numbers; torch loads both."""
     groups = optimizer["param_groups"]
     names = {i: name for group in groups for i, name in zip(group["params"], group["param_names"], strict=True)}
-    states = {names.get(i, i): state for i, state in optimizer["state"].items()}  # one may keep state of no parameter
+    states = {names.get(i, i): state for i, state in optimizer["state"].items()}  # an optimizer may keep state of no parameter
     return {**optimizer, "state": states, "param_groups": [{**group, "params": group["param_names"]} for group in groups]}
 
 
 def flatten_state(weights: State, state: State, shards: Shards) -> tuple[dict[str, Divided], State]:
-    """Return all tensors of a weight's size that this rank has parts of, by name, and the state without them.
+    """Return this rank's tensors of a weight's size, by name, and the state without them.
 
-    Names are "<kind>/<weight>", of an optimizer's "optimizer/<weight>/<key>". What it keeps outside of torch's own "state" stays.
+    Names are "<kind>/<weight>", of an optimizer's "optimizer/<weight>/<key>". Entries outside of torch's own "state" stay.
     """
     optimizer, ema, precision = state["optimizer"], state["ema"], state.get("precision", {})
     kinds = {"model": weights, "ema": ema.get("tensors", {}), "masters": precision.get("masters", {})}
@@ -75,7 +75,7 @@ def unflatten_state(tensors: State, state: State) -> tuple[State, State]:
 
 
 def merge_optimizer_states(states: Sequence[State]) -> State:
-    """Merge the optimizer states of ranks, which have a state of some parameters, into that of one optimizer over all of them."""
+    """Merge the ranks' optimizer states, each of some parameters, into the state of one optimizer over all of them."""
     groups: list[State] = []
     known: set[str] = set()
     for group in (group for part in states for group in part["param_groups"]):
@@ -85,7 +85,7 @@ def merge_optimizer_states(states: Sequence[State]) -> State:
         if merged is None:
             groups.append({**group, "params": names, "param_names": names})
         else:
-            merged["params"] += names  # its "param_names" too: they are one list
+            merged["params"] += names  # also its "param_names", which is the same list
     return {**states[0], "param_groups": groups, "state": {k: v for part in reversed(states) for k, v in part["state"].items()}}
 
 
@@ -94,10 +94,10 @@ def _settings(group: State) -> State:
 
 
 def write(folder: Path, tensors: dict[str, Divided], group: ProcessGroup | None) -> Shapes:
-    """Write every rank's parts into one folder on a shared disk; of equal parts one. Return all ranks' shapes on the first one.
+    """Write every rank's parts into one folder on a shared disk; equal parts once. Return all ranks' shapes on the first one.
 
-    `group` is a process group, None for a single process. Where each part is goes into pieces.json; torch's own .metadata is a
-    pickle.
+    `group` is a process group, None for a single process. pieces.json lists the place of each part, because torch's own
+    .metadata is a pickle.
     """
     from torch.distributed.checkpoint import metadata as of_torch
     from torch.distributed.checkpoint import planner
@@ -139,7 +139,7 @@ def write(folder: Path, tensors: dict[str, Divided], group: ProcessGroup | None)
 
 
 def read(folder: Path, shapes: Shapes, shards: Shards, alone: bool = False) -> State:
-    """Read tensors into those that `shards` has for them. All ranks read their parts, unless a single process reads `alone`.
+    """Read tensors into the empty ones of `shards`. All ranks read their parts, unless a single process reads `alone`.
 
     Raises Malformed if a file is not a checkpoint's.
     """
@@ -173,7 +173,7 @@ def read(folder: Path, shapes: Shapes, shards: Shards, alone: bool = False) -> S
             return parts[index.fqn, tuple(index.offset or ())]
 
     class OrdinaryFiles(FileSystemReader):
-        """torch's reader, which takes nothing from a pickle, and opens ordinary files that hold no more than they are long."""
+        """torch's reader, restricted: it takes nothing from a pickle, and opens only ordinary files of plausible content."""
 
         def read_metadata(self, *args: object, **kwargs: object) -> of_torch.Metadata:
             metadata.storage_meta = of_torch.StorageMeta(load_id=self.load_id)
@@ -192,7 +192,7 @@ def read(folder: Path, shapes: Shapes, shards: Shards, alone: bool = False) -> S
             return done
 
     with warnings.catch_warnings(), _own_errors():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended where a single process reads
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended for a single process
         no_dist = alone or not dist.is_initialized()
         load({}, storage_reader=OrdinaryFiles(str(folder)), planner=Planner(), no_dist=no_dist)
     return tensors
@@ -200,7 +200,7 @@ def read(folder: Path, shapes: Shapes, shards: Shards, alone: bool = False) -> S
 
 @contextlib.contextmanager
 def _own_errors() -> Iterator[None]:
-    """Raise the error of the first rank that failed, in place of torch's, which is no Exception."""
+    """Raise the error of the first failed rank instead of torch's, which is not an Exception."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -212,7 +212,7 @@ def _own_errors() -> Iterator[None]:
 
 
 def _piece(folder: Path, stored: _StorageInfo) -> torch.Tensor:
-    """Read one part of a tensor from the part of a file where it is."""
+    """Read one part of a tensor from its part of a file."""
     with opened(folder / stored.relative_path, "rb") as file:
         file.seek(stored.offset)
         part = io.BytesIO(file.read(stored.length))
@@ -223,7 +223,7 @@ def _piece(folder: Path, stored: _StorageInfo) -> torch.Tensor:
 
 
 def _as_pieces(tensors: State, stored: dict[of_torch.MetadataIndex, _StorageInfo]) -> State:
-    """Return what torch's metadata says of tensors and their shards as JSON."""
+    """Return torch's metadata on tensors and their shards as JSON."""
     pieces: State = {
         name: {"dtype": str(t.properties.dtype).removeprefix("torch."), "shape": list(t.size), "pieces": []}
         for name, t in tensors.items()
@@ -237,7 +237,7 @@ def _as_pieces(tensors: State, stored: dict[of_torch.MetadataIndex, _StorageInfo
 
 
 def _metadata(folder: Path, shapes: Shapes) -> of_torch.Metadata:
-    """Read pieces.json as torch's metadata. Raises Malformed where it does not fit the state's shapes and the files' lengths."""
+    """Read pieces.json as torch's metadata. Raises Malformed if it does not fit the state's shapes and the files' lengths."""
     from torch.distributed.checkpoint import metadata as of_torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -250,7 +250,7 @@ def _metadata(folder: Path, shapes: Shapes) -> of_torch.Metadata:
         for name, (shape, dtype) in shapes.items():
             entry = content[name]
             if tuple(entry["shape"]) != tuple(shape) or f"torch.{entry['dtype']}" != str(dtype):
-                raise ValueError(f"{name} is {entry['dtype']}{entry['shape']}, and the state says {dtype}{list(shape)}")
+                raise ValueError(f"{name} is {entry['dtype']}{entry['shape']}, but in the state {dtype}{list(shape)}")
             chunks = []
             for number, piece in enumerate(entry["pieces"]):
                 offsets, sizes = _within(piece, shape)
@@ -258,7 +258,7 @@ def _metadata(folder: Path, shapes: Shapes) -> of_torch.Metadata:
                 chunks.append(of_torch.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
                 stored[of_torch.MetadataIndex(name, torch.Size(offsets), number)] = _StorageInfo(*place)
             if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
-                raise ValueError(f"the parts of {name} are not all of it")
+                raise ValueError(f"the parts of {name} do not cover it")
             properties = of_torch.TensorProperties(dtype=dtype)
             tensors[name] = of_torch.TensorStorageMetadata(properties, torch.Size(shape), chunks)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -267,7 +267,7 @@ def _metadata(folder: Path, shapes: Shapes) -> of_torch.Metadata:
 
 
 def _within(piece: State, shape: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return a shard's place in its tensor. Raises ValueError where it is outside."""
+    """Return a shard's place in its tensor. Raises ValueError if it is outside."""
     offsets, sizes = piece["offsets"], piece["shape"]
     for start, size, whole in zip(offsets, sizes, shape, strict=True):
         if not (type(start) is type(size) is int and 0 <= start <= start + size <= whole and size >= 0):
@@ -276,7 +276,7 @@ def _within(piece: State, shape: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def _place(folder: Path, piece: State, lengths: dict[str, int]) -> tuple[str, int, int]:
-    """Return a shard's file and its place there. Raises ValueError where it is outside of the file or the checkpoint."""
+    """Return a shard's file and its place there. Raises ValueError if it is outside of the file or the checkpoint."""
     name, start, size = piece["file"], piece["at"], piece["bytes"]
     if not isinstance(name, str) or Path(name).name != name:
         raise ValueError(f"it names a file outside of its checkpoint: {name}")

@@ -1,4 +1,4 @@
-"""The handling of a disk that takes no more of a run's files: one message, nothing half-written, and room for the result."""
+"""The handling of a full or failing disk: one message, nothing half-written, and room for the result."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.core.machine import files
 from drivetrain.saving import manifest
 
-RESERVE = ".reserve"  # a file that takes space until the run ends, so that a full disk has room for result.json and the log
+RESERVE = ".reserve"  # a placeholder file until the run ends, so that a full disk has room for result.json and the log
 RESERVED = 2**18
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
 class NoRoom(UserError):
-    """A run's directory cannot be written, before the run has begun."""
+    """A run's directory is not writable, before the run has begun."""
 
 
 @contextlib.contextmanager
 def reserved(run_dir: Path) -> Iterator[None]:
-    """Take the space that the end of a run needs, and write its first files within. Raises NoRoom where there is none."""
+    """Reserve the space for the end of a run, and write its first files in the context. Raises NoRoom without space."""
     try:
         with files.opened(run_dir / RESERVE, "wb") as file:
-            file.write(os.urandom(RESERVED))  # a disk that compresses would make nothing of zeros
+            file.write(os.urandom(RESERVED))  # a compressing disk would store zeros in no space
         yield
     except OSError as error:
         release(run_dir)
@@ -36,7 +36,7 @@ def reserved(run_dir: Path) -> Iterator[None]:
 
 
 def release(run_dir: Path) -> None:
-    """Give back the reserved space: the run has ended, or the disk is full."""
+    """Release the reserved space: the run has ended, or the disk is full."""
     with contextlib.suppress(OSError):
         (run_dir / RESERVE).unlink(missing_ok=True)
 
@@ -51,7 +51,7 @@ def check(run_dir: Path, update: int, needed: int) -> None:
 
 @contextlib.contextmanager
 def writing(run_dir: Path, update: int, temporary: Path | None, needed: int) -> Iterator[None]:
-    """Remove a checkpoint that could not be written, and raise CannotSave if the disk is the reason."""
+    """Remove an unfinished checkpoint, and raise CannotSave if the disk is the reason."""
     try:
         yield
     except BaseException as error:
@@ -64,7 +64,7 @@ def writing(run_dir: Path, update: int, temporary: Path | None, needed: int) -> 
 
 
 def reason_of(error: BaseException) -> str | None:
-    """Return why the disk refused, in plain words; None where the error is no error in writing.
+    """Return why the disk refused, in plain words; None if the error is not about writing.
 
     torch and safetensors write in C++ and Rust: their errors have the system's number in the text, or none at all.
     """
@@ -73,12 +73,12 @@ def reason_of(error: BaseException) -> str | None:
     if (number := re.search(r"os error (\d+)", str(error))) is not None:
         return os.strerror(int(number[1]))
     if isinstance(error, RuntimeError) and ("inline_container" in str(error) or "PytorchStreamWriter" in str(error)):
-        return "the disk took only a part of it"
+        return "the disk took only a part"
     return None
 
 
 def cannot_write(what: str, run_dir: Path, reason: str, needed: int | None = None, free: int | None = None) -> CannotSave:
-    """Return the one error for a file of a run that cannot be written, and make room for the result."""
+    """Return the single error for an unwritable file of a run, and make room for the result."""
     has = _free(run_dir) if free is None else f", {_size(free)} are free"
     sizes = f" ({_size(needed)} are needed{has})" if needed else has
     release(run_dir)
@@ -91,7 +91,7 @@ def cannot_write(what: str, run_dir: Path, reason: str, needed: int | None = Non
 
 
 def explain(error: BaseException, run_dir: Path) -> str | None:
-    """Return the message for an error of the disk that any part of a run met, such as a full one; None for other errors."""
+    """Return the message for a disk error in any part of a run, such as a full disk; None for other errors."""
     if isinstance(error, CannotSave):
         return str(error)
     if not isinstance(error, OSError) or error.errno not in OF_THE_DISK:
@@ -101,7 +101,7 @@ def explain(error: BaseException, run_dir: Path) -> str | None:
 
 
 def size_of(*values: object) -> int:
-    """Return how many bytes the tensors in nested containers take as files; of a DTensor all of it, on all ranks together."""
+    """Return the file bytes of the tensors in nested containers; a DTensor counts as a whole, over all ranks together."""
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -119,7 +119,7 @@ def _free(folder: Path) -> str:
     except (OSError, AttributeError):  # Windows has no such function
         return ""
     if found.f_files and not found.f_favail:
-        return ", which may hold no more files: all inodes are in use (df -i tells)"
+        return ", but the disk may hold no more files: all inodes are in use (see df -i)"
     return f", {_size(found.f_bavail * found.f_frsize)} are free"
 
 

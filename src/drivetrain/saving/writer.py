@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class HostCopy:
-    """A copy of all tensors in nested containers, as they are now. `wait` returns it; any thread may call it.
+    """A copy of all tensors in nested containers at this moment. `wait` returns it; any thread may call it.
 
-    The copies are queued on the devices: behind the work so far, and before the next update, which overwrites the tensors.
+    The copies are queued on the devices, behind earlier work and before the next update overwrites the tensors.
     From CUDA, torch copies to pinned memory; to other memory the device could not write by itself. Pinned memory is costly
     to allocate, so torch keeps what one copy has released for the next one.
     """
@@ -63,7 +63,7 @@ class Writer:
         eval_weights: Callable[[], AbstractContextManager[None]],
         about: JsonMapping | None = None,
     ) -> None:
-        self.about = about  # what the weights need to be used alone
+        self.about = about  # description of the weights for use without the run
         self._run_dir, self._saving, self._parallel, self._eval_weights = run_dir, saving, parallel, eval_weights
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -83,12 +83,12 @@ class Writer:
 
     def _hold(self) -> RunDirHandle:
         if self._held is None:
-            self._run_dir.mkdir(parents=True, exist_ok=True)  # a trainer that is used without a run has none
+            self._run_dir.mkdir(parents=True, exist_ok=True)  # a trainer without a run has none
             self._held = RunDirHandle(self._run_dir)
         return self._held
 
     def _place(self) -> tuple[Path, str | None]:
-        """Return the folder to write to, and what to say where it is not the run's own: moved, or removed, as rank 0 sees it."""
+        """Return the folder to write to and, if it is not the run's own, the reason on rank 0: "moved" or "removed"."""
         held = self._hold()
         folder = held.folder()
         if folder == held.path:
@@ -100,9 +100,9 @@ class Writer:
         """Save the current state. Called on all ranks."""
         if not self._saving.active:
             return
-        if self._saving.sharded:  # any rank may write what all have, so it has to be the same on all
+        if self._saving.sharded:  # any rank may write shared tensors, so they have to be equal on all
             self._parallel.broadcast_buffers(trainer.model)
-        state = trainer.state()  # gathers from all ranks, as does full_state_dict
+        state = trainer.state()  # gathers from all ranks, like full_state_dict
         with self._eval_weights():
             if self._saving.sharded:
                 weights, state = sharded_checkpoint.flatten_state(trainer.model.state_dict(), state, self._parallel)
