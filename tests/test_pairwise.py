@@ -95,6 +95,15 @@ def test_an_option_with_needs_trains(words: str, folder: Path) -> None:
             "loss=gaussian_nll cannot be computed from the output of model=unet, a tensor (n, 2, 32, 32), and the targets of "
             "data=own, a tensor (n,)",
         ),
+        (
+            "loss=gaussian_nll data=stream",
+            "the targets of data=stream have shape (n,) and fit outputs of size 2, but the model gives 4",
+        ),
+        (
+            "checkpointing=blocks loss=tversky",
+            "no repeated block in the model: set checkpointing.block to one of Sequential",
+        ),
+        ("checkpointing=blocks model=own model.target=pairwise_net.Teacher", "no repeated block in the model: leave checkpoint"),
         ("loss=masked_token data=stream model=mlp", "hides tokens of texts (n, length), and the targets have shape (n,)"),
         ("loss=token data=own model=transformers", "reads tokens (n, length), and the inputs of data=own have shape (n, 3, 32"),
         ("model=transformers model.head=image data=stdlib", "with head=image reads images, and the inputs of data=stdlib have"),

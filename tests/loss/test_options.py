@@ -337,7 +337,7 @@ def test_an_evaluation_moves_no_buffer_of_a_loss(make, mine):
         ("column", "cross_entropy", r"have shape \(n, 1\), and it wants one class number for each sample, \(n,\)"),
         ("int32", "cross_entropy", "convert them in your data"),
         ("labels", "cross_entropy", "set loss=bce for labels"),
-        ("fractions", "mse", "1 numbers for each sample, but the model has 3 outputs"),
+        ("fractions", "mse", "fit outputs of size 1, but the model gives 3 for each sample"),
         ("class", "bce", "it wants a 0 or a 1 for each of the 3 labels"),
         ("class", "dice", "a class for each pixel"),
         ("pair", "triplet", "one class number for each sample"),

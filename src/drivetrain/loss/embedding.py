@@ -274,9 +274,6 @@ class Contrastive(ComparingLoss):
         found = self._scores(embeddings, everyone).argmax(1)[:n]
         return [(found == torch.arange(n, 2 * n, device=found.device)).sum()]
 
-    def problem(self, target: object, classes: int) -> str | None:
-        return None
-
 
 class Siglip(Contrastive):
     """Sigmoid loss of pairs (Zhai et al. 2023, SigLIP): each first view with each second one is a yes or a no by itself.

@@ -23,9 +23,9 @@ class Regression(Loss):
         return torch.full((), target.numel(), dtype=sum_dtype(target.device), device=target.device)
 
     def problem(self, target: Tree, classes: int) -> str | None:
-        each = target.numel() // len(target)
+        each = target.numel() // len(target) * self.outputs(1)
         if each != classes and classes > 0:
-            return f"have shape {shape_of(target)}, {each} numbers for each sample, but the model has {classes} outputs"
+            return f"have shape {shape_of(target)} and fit outputs of size {each}, but the model gives {classes} for each sample"
         if not bool(torch.isfinite(target).all()):
             return "have values that are not finite: leave such samples out"
         return None
@@ -94,9 +94,6 @@ class Quantile(Regression):
     def outputs(self, classes: int) -> int:
         return classes * len(self.quantiles)
 
-    def problem(self, target: object, classes: int) -> str | None:
-        return super().problem(target, classes // len(self.quantiles))
-
     def sum_and_count(self, output: torch.Tensor, target: object) -> tuple[torch.Tensor, torch.Tensor]:
         above = self._above(output, target)
         total = sum((torch.maximum(q * a, (q - 1) * a).sum() for q, a in zip(self.quantiles, above.unbind(-1), strict=True)))
@@ -133,9 +130,6 @@ class GaussianNll(Regression):
 
     def outputs(self, classes: int) -> int:
         return 2 * classes
-
-    def problem(self, target: object, classes: int) -> str | None:
-        return super().problem(target, classes // 2)
 
     def sum_and_count(self, output: torch.Tensor, target: Tree) -> tuple[torch.Tensor, torch.Tensor]:
         mean, log_variance = wide(output).unflatten(1, (-1, 2)).unbind(-1)

@@ -45,7 +45,8 @@ def blocks_for(setting: str, key: str, model: torch.nn.Module, class_name: str |
     if not blocks:
         classes = sorted({type(m).__name__ for m in model.modules() if list(m.children())})
         what = f"no module of class {class_name!r}: {did_you_mean(class_name, classes)}" if class_name else "no repeated block"
-        raise UserError(f"{setting} found {what} in the model: set {key} to one of {', '.join(classes)}, or leave {setting} out")
+        name_one = f"set {key} to one of {', '.join(classes)}, or " if classes else ""
+        raise UserError(f"{setting} found {what} in the model: {name_one}leave {setting} out")
     return blocks
 
 
