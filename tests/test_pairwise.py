@@ -113,6 +113,7 @@ def test_an_option_with_needs_trains(words: str, folder: Path) -> None:
         ),
         ("loss=own task=contrastive model=timm", "model=timm wants images, but the data gives [2, 1, 8, 8]"),
         ("loss=asymmetric data=own model=unet", "loss=asymmetric compares each output with one target"),
+        ("adapter.lr_ratio=16 optimizer=lbfgs", "optimizer.lr_multipliers={} adapter.lr_ratio=1"),
         ("surgery=[channels_last] optimizer=lbfgs", "optimizer=lbfgs and surgery=[channels_last] exclude each other"),
     ],
 )

@@ -201,6 +201,7 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "data=digit_scenes": ["data.samples=32", "data.test_samples=16", "loss=bce"],
         "model=unet": ["model.width=4", "data=masks"],
         "task=contrastive": ["data=digits"],
+        "task=instruction": ["data=instructions", "model=gpt", "loss=next_token"],
         "task=multilabel": ["data=digit_scenes", "loss=bce"],
         "task=regression": ["data=diabetes", "loss=mse", "model=mlp"],
         "task=segmentation": ["data=masks", "model=unet"],

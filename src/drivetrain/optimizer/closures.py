@@ -33,7 +33,7 @@ class Lbfgs(Optimizer):
         if self.weight_decay or self.layer_decay is not None or self.lr_multipliers:
             yield (
                 "optimizer=lbfgs has one rate for all parameters, and no weight decay: set optimizer.weight_decay=0 "
-                "optimizer.layer_decay=null optimizer.lr_multipliers={}"
+                "optimizer.layer_decay=null optimizer.lr_multipliers={} adapter.lr_ratio=1"
             )
         if any(edit.memory_format == "channels_last" for edit in run.surgery):
             yield (
