@@ -230,7 +230,12 @@ def _instead_of(group: str, name: str, known: Sequence[str], by_operator: bool) 
         hints.append(f"a class of your own is {group}=own {group}.target={name} 'trust=[{package.partition('.')[0]}]'")
     elif package and not hint.startswith("use "):  # a class, such as torch.optim.Adam
         hint = did_you_mean(last.lower(), known)
+    elif hint.startswith("there is") and "own" in known and by_operator:
+        hints.append(f"what is not among them is your own: {group}=own ({_OWN})")
     return "; ".join([*hints, hint])
+
+
+_OWN = "docs/extending.md"
 
 
 def _place(name: str) -> str | None:

@@ -156,11 +156,11 @@ class KeySetter:
             of = [f"{group}.{name}.{setting}" if group in LISTS else f"{group}={name}" for name in having]
             has_it = f"write {' or '.join(of)}" if group in LISTS else f"{' or '.join(of)} has it"
             return has_it if present == given and not homes else f"{hint} (with {group}={', '.join(having)})"
-        if inside in known and inside not in LISTS and not hint.startswith(("did you mean", "it is called", "use ")):
+        if inside in known and inside not in LISTS and hint.startswith(("there is", "it has none")):
             for near in near_names(part, self._settings(inside))[:1]:
                 has_it = " or ".join(f"{inside}={name}" for name in self._having(inside, near))
                 return f"did you mean '{inside}.{near}'? {has_it} has it"
-        if hint.startswith("there is") and (found := by_description(part, described(self.config_dirs))):
+        if not inside and hint.startswith("there is") and (found := by_description(part, described(self.config_dirs))):
             return f"did you mean {' or '.join(found)}?"
         return hint
 

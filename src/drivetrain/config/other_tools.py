@@ -13,7 +13,7 @@ from drivetrain.core.errors import did_you_mean, folded, near_names
 
 SURE = 0.75  # likeness of a name of another group
 TYPED = 0.8  # of a name that was mistyped
-ALIKE, CLOSE = 0.6, 0.85  # of words; of the best likeness
+ALIKE, SAID, CLOSE = 0.6, 0.7, 0.85  # of words, of a setting in a group; of the best likeness
 MEANS = {  # words that people say → the words of names
     **dict.fromkeys(("val", "valid", "dev"), "validation"), **dict.fromkeys(("eval", "evaluation", "validate"), "evaluate"),
     **dict.fromkeys(("ckpt", "snapshot"), "checkpoint"), **dict.fromkeys(("dir", "directory"), "folder"),
@@ -329,6 +329,14 @@ ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Huggin
     "compile.backend": "compile",
     "ema.beta": "ema.decay",
     "scheduler=none": "scheduler=constant",
+    "scheduler=noam": "scheduler=inverse_sqrt",
+    "bucket_by_length": "batch=bucketed",
+    "hidden_dims": "model.hidden",
+    "embedding_dim": "model.width",
+    "model_size": "model.width",
+    "date_column": "data.columns",
+    "date_col": "data.columns",
+    "augment=specaugment": "augment=[random_erasing]",
     "loss=mae": "loss=l1",
     "loss=rmse": "loss=mse",
     "metrics=top_5_accuracy": "metrics=[top5]",
@@ -923,6 +931,11 @@ NOT_HERE = {  # settings of other tools that have no like here → why
     **dict.fromkeys(("submission", "oof", "pseudo_label"), "drivetrain predict RUN FILE --out FILE writes predictions"),
     **dict.fromkeys(("task=dpo", "task=preference", "loss=dpo"), "examples/dpo has it as a loss of your own: loss=own"),
     **dict.fromkeys(("augment=albumentations", "augment=kornia"), "call it in __getitem__ of a Dataset of your own: data=own"),
+    "lookback": "windows of a series are made in a Dataset of your own: data=own",
+    "horizon": "windows of a series are made in a Dataset of your own: data=own",
+    "from_logits": "losses take logits",
+    "loss_scale": "precision=amp scales the loss and adapts the scale",
+    "time_limit": "the shell's `timeout` sends SIGTERM, at which a run saves: resume=auto goes on",
     "eval_only": "drivetrain evaluate RUN evaluates it again",
     "evaluate_only": "drivetrain evaluate RUN evaluates it again",
     "only_eval": "drivetrain evaluate RUN evaluates it again",
@@ -983,6 +996,11 @@ def parts(name: str) -> list[str]:
     return [said for word in singular if (said := MEANS.get(word, word))]
 
 
+def _in_a_group(given: str) -> bool:
+    """True for a key of a group's setting, which one of another group is seldom meant by."""
+    return "." in given and "=" not in given
+
+
 def by_words(given: str, names: Mapping[str, str]) -> list[str]:
     """The names, of here or another tool, whose words are the most like those of `given`; [] where none is like it."""
     found = {name: {*parts(name)} for name in (*names, *ELSEWHERE, *NOT_HERE) if ("=" in name) == ("=" in given)}
@@ -993,7 +1011,7 @@ def by_words(given: str, names: Mapping[str, str]) -> list[str]:
 
     alike = {name: 2 * weight(words & mine) / (weight(words) + weight(mine) or 1) for name, words in found.items()}
     best = sorted(alike, key=lambda name: -alike[name])[:3]
-    return [name for name in best if alike[name] >= max(ALIKE, CLOSE * alike[best[0]])]
+    return [name for name in best if alike[name] >= max(SAID if _in_a_group(given) else ALIKE, CLOSE * alike[best[0]])]
 
 
 def by_description(given: str, described: Mapping[str, str]) -> list[str]:
@@ -1025,6 +1043,6 @@ def suggestion(given: str, name: str, known: Iterable[str], everything: Callable
             return NOT_HERE[alike[0]]
         mends = dict.fromkeys(ELSEWHERE.get(each) or names[each] for each in alike if each not in NOT_HERE)
         return f"did you mean {' or '.join(mends)}?"
-    if near_names(name, known) or not (found := near_names(name, names := everything(), SURE)):
+    if near_names(name, known) or _in_a_group(given) or not (found := near_names(name, names := everything(), SURE)):
         return did_you_mean(name, known)
     return f"did you mean {' or '.join(dict.fromkeys(names[each] for each in found))}?"
