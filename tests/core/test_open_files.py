@@ -1,4 +1,4 @@
-"""A forked process has positions of its own in what it reads."""
+"""A forked process has positions of its own in what it reads; what a killed process was writing goes with the next write."""
 
 import gzip
 import io
@@ -6,10 +6,13 @@ import mmap
 import os
 import tarfile
 import zipfile
+from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
 
+from drivetrain.core.machine import files
 from drivetrain.core.machine.forking import answer_of
 from drivetrain.core.machine.open_files import apart_after_fork, opened_again, positions
 from drivetrain.launch.elastic import Gate
@@ -156,3 +159,31 @@ def test_a_database_in_a_file_is_opened_again(tmp_path):
     ask = "select x from rows where n = 7"
     assert answer_of(lambda answer: answer(base.execute(ask).fetchone()), "it asks") == base.execute(ask).fetchone()
     base.close()
+
+
+def test_what_a_killed_write_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    """Of whoever is dead: a lock ends with its process. A file of another name, and one that is being written, stay."""
+    (tmp_path / ".a.json.writing-0").touch()
+    stay = [tmp_path / name for name in (".a.json.writing-1", ".b.json.writing-0", ".a.json", "xa.json.writing-0")]
+    for path in stay:
+        path.touch()
+    with stay[0].open("ab") as file:
+        assert files.locks(file)
+        files.write_text(tmp_path / "a.json", "new")
+    assert sorted(tmp_path.iterdir()) == sorted([*stay, tmp_path / "a.json"])
+
+
+def test_a_write_that_is_taken_for_a_left_one_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another process, which locks the new file first."""
+    taken: list[Path] = []
+
+    def locks(file: IO[bytes], wait: bool = False) -> bool:
+        if not taken:
+            taken.extend(tmp_path.iterdir())
+            taken[0].unlink()
+        return True
+
+    monkeypatch.setattr(files, "locks", locks)
+    files.write_text(tmp_path / "a.json", "new")
+    assert len(taken) == 1
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.json", "new")]

@@ -117,33 +117,19 @@ def locked(path: Path) -> Iterator[None]:
     """Lock a run's directory within the context. Raises UserError where another process has locked it."""
     lock = path / ".lock"
     try:
-        import fcntl
-    except ImportError:  # no such locks on Windows
-        yield
-        return
-    try:
         opened = files.opened(lock, "a")
     except OSError as error:
         raise UserError(f"{lock} cannot be opened ({error.strerror}): remove it, or copy the run elsewhere") from None
     with opened as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{path} is in use by another process: wait for it, or start a run of its own") from None
+        if not files.locks(file):
+            raise UserError(f"{path} is in use by another process: wait for it, or start a run of its own")
         yield
 
 
 def is_locked(path: Path) -> bool:
     """True if a process has locked the run's directory. Writes nothing; the test itself takes a shared lock for a moment."""
-    try:
-        import fcntl
-
-        with files.opened(path / ".lock", "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except (ImportError, OSError):  # no such locks here, or no such file
-        return False
+    with contextlib.suppress(OSError), files.opened(path / ".lock", "rb") as file:
+        return not files.locks(file, shared=True)
     return False
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import glob
 import json
 import os
 import shutil
@@ -25,10 +27,10 @@ MOST_JSON = 10**6  # lists, mappings and keys of a JSON file
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))  # Windows has none of them
 
 
-def descriptor(path: str | Path, flags: int) -> int:
+def descriptor(path: str | Path, flags: int, mode: int = 0o666) -> int:
     """Open an ordinary file, as `open` wants it of an opener. Raises OSError for a link, a FIFO, a device or a folder."""
     try:
-        handle = os.open(path, flags | _FLAGS, 0o666)
+        handle = os.open(path, flags | _FLAGS, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "it is a link", str(path)) from None
@@ -125,12 +127,18 @@ def read_yaml(path: Path, most: int = LARGEST) -> Any:
 @contextlib.contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
     """A context that one process of a machine is in at a time, while others wait; `path` is a file for that. Raises OSError."""
-    with open(path, "ab", opener=descriptor) as file:
-        with contextlib.suppress(ImportError):  # no such locks on Windows
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
+    with opened(path, "ab") as file:
+        locks(file, wait=True)
         yield
+
+
+def locks(file: IO[Any], wait: bool = False, shared: bool = False) -> bool:
+    """Lock an open file until it is closed. Return False where another process has locked it, or the disk has no locks."""
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
 
 
 def write_text(path: Path, text: str) -> None:
@@ -138,21 +146,37 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
+@contextlib.contextmanager
+def beside(path: Path, mode: int = 0o666) -> Iterator[tuple[BufferedWriter, Path]]:
+    """Open a new file beside another, locked, until the context ends. Those that killed processes have left are removed."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.writing-*"):
+        with contextlib.suppress(OSError), opened(left, "ab") as file:
+            if locks(file):
+                left.unlink()
+    temporary = path.with_name(f".{path.name}.writing-{os.urandom(4).hex()}")
+    try:
+        with open(temporary, "xb", opener=lambda name, flags: descriptor(name, flags, mode)) as file:
+            locks(file, wait=True)
+            if os.fstat(file.fileno()).st_nlink:
+                yield file, temporary
+                return
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    with beside(path, mode) as again:  # another process had taken it for a left one, before it was locked
+        yield again
+
+
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file whole: to a temporary file, which is synced and renamed. What stood there, a link too, is replaced."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
     try:
-        with open(temporary, "xb", opener=descriptor) as file:
+        with beside(path) as (file, temporary):
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException as error:  # a full disk, whose error names no file
-        if isinstance(error, OSError):
-            error.filename = error.filename or str(path)
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            temporary.replace(path)
+    except OSError as error:  # of a full disk, which names no file
+        error.filename = error.filename or str(path)
         raise
 
 

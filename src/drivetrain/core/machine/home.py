@@ -12,6 +12,8 @@ import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from drivetrain.core.machine import files
+
 
 def state_dir() -> Path:
     """The folder of files that outlive a run. Without a home, or with a relative one, nothing can be written below it."""
@@ -24,15 +26,12 @@ def keep_first(file: Path, content: bytes) -> None:
 
     Nothing is written where the folder cannot be.
     """
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "wb") as writer:
+        with files.beside(file, 0o600) as (writer, temporary):
             writer.write(content)
-        with contextlib.suppress(FileExistsError):
+            writer.flush()
             os.link(temporary, file)
-        temporary.unlink()
 
 
 def measured_once(what: Sequence[object], measure: Callable[[], float]) -> float:
