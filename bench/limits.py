@@ -29,6 +29,7 @@ LIMITS: list[tuple[str, str, str]] = [  # what is limited, its unit, the constan
     ("jobs of a sweep", COUNT, "sweeps.store:MAX_JOBS"),
     ("stages of a run", COUNT, "config.stage_configs:LARGEST"),
     ("a config, record, result or manifest", BYTES, "core.machine.files:LARGEST"),
+    ("an option of a plugin or of yours: its file", BYTES, "config.catalog:MOST"),
     ("a YAML file's levels", COUNT, "core.machine.files:DEEPEST"),
     ("a YAML file's values", COUNT, "core.machine.files:MOST_EVENTS"),
     ("a JSON file's lists, mappings and keys", COUNT, "core.machine.files:MOST_JSON"),

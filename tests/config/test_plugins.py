@@ -288,6 +288,8 @@ def test_the_contract_of_no_option() -> None:
         ("optimiser/mine.yaml", "_target_: made_up.options.Optimizer\n", "no group 'optimiser': did you mean 'optimizer'?"),
         ("optimizer/other.yaml", "lr: 0.1\n", "_target_: the dotted name of its class"),
         ("optimizer/other.yaml", "lr: [\n", "not valid YAML"),
+        ("optimizer/other.yaml", "lr: 1\n" + "#" * catalog.MOST, "it is larger than 1 MB"),
+        ("optimizer/_shared.yaml", "lr: " + "[" * 1000, "it is nested too deep"),
         ("surgery/other.yaml", "_target_: made_up.options.Surgery\n", "add the line '# @package surgery.other'"),
     ],
 )
@@ -338,6 +340,20 @@ def test_a_plugin_that_raises_or_lies_is_named(lie: str, installed: Path, capsys
     said = capsys.readouterr().err
     assert all(each in said for each in says), said
     assert main(["train", "--cfg", "job", "clip=norm"]) == 0, "whoever does not choose it is not held up"
+
+
+@pytest.mark.parametrize("method", ["resolve", "validate", "advise", "validate_device"])
+@pytest.mark.parametrize("returned", ["None", "'a text'"])
+def test_a_method_that_returns_nothing_is_named(
+    method: str, returned: str, installed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = installed / "made_up" / "options.py"
+    with file.open("a") as options:
+        options.write(f"\n\nClip.{method} = lambda self, run: {returned}\n")
+    assert main(["train", "-q", "clip=mine", "output_dir=outputs"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"made_up.options.Clip.{method} ({file}) returns {returned}, and is to " in said
+    assert not Path("outputs").exists()
 
 
 @pytest.mark.parametrize("value", ["", "../../etc", "made_up:"])

@@ -12,7 +12,7 @@ import yaml
 
 from drivetrain.config import plugins
 from drivetrain.core.errors import did_you_mean
-from drivetrain.core.machine.files import read_json
+from drivetrain.core.machine.files import MB, read_json, read_text, read_yaml
 from drivetrain.core.machine.paths import conf_dir
 from drivetrain.core.typed import JsonMapping, JsonObject
 
@@ -21,6 +21,8 @@ SUMS = {"loss": "drivetrain.loss.sum.Sum"}
 PARTS = {"data": "sources"}  # the setting whose entries are further options of the group, by names of the user's
 LISTS = ("surgery", "augment", "metrics", "logger")  # groups that take several options at once
 EXPERIMENTS = "experiment"  # the folder of a config dir that holds recipes, as Hydra's users name it
+
+MOST = MB  # of an option's file
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML's C parser, where it was built with one
 
@@ -236,10 +238,9 @@ def _of_file(file: Path, files: Mapping[str, Mapping[str, Path]]) -> Iterator[st
     """The reasons why a file is no option, or none that can be chosen."""
     group, text = file.parent.name, ""
     try:
-        text = file.read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        yield f"{file}: not valid YAML: {str(error).splitlines()[0]}"
+        text, content = read_text(file.resolve(), MOST), read_yaml(file.resolve(), MOST)
+    except (OSError, ValueError) as error:
+        yield f"{file}: not valid YAML: {getattr(error, 'strerror', None) or error}"
         return
     package = f"# @package {group}.{file.stem}"
     if group == EXPERIMENTS or _is_shared(file):  # a recipe, which is read where it is named; or keys of several options

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -102,6 +102,15 @@ class Option:
             f"{cls.__module__}.{cls.__name__} has no method {method}, which this run needs: write it as docs/extending.md shows"
         )
 
+    def asked(self, method: str, *given: object) -> Any:
+        """Return what a method of this option returns. Raises UserError where that is not what the method is to return."""
+        found, (kind, what) = getattr(self, method)(*given), RETURNS[method]
+        if isinstance(found, str) or not isinstance(found, kind):
+            cls, shown = type(self), repr(found)[:80]
+            where = f"{cls.__module__}.{cls.__name__}.{method} ({inspect.getfile(cls)})"
+            raise UserError(f"{where} returns {shown}, and is to {what}: write it as docs/extending.md shows")
+        return found
+
     def with_values(self, **values: object) -> Self:
         """Return a copy with other values of settings, or of what follows from them."""
         made = copy.copy(self)
@@ -133,7 +142,8 @@ class Option:
 
     def rules(self, run: RunSpec) -> Iterator[str]:
         """Yield what `validate` does, and what a group asks of all its options."""
-        return self.validate(run)
+        problems: Iterator[str] = self.asked("validate", run)
+        return problems
 
     def advise(self, run: RunSpec) -> Iterator[str]:
         """Yield warnings about settings that work but are probably not intended. They are logged at the start."""
@@ -158,6 +168,13 @@ class Option:
 
     def setup(self, context: BuildContext) -> None:
         """Prepare this copy for its run. A technique overrides it to create what it needs."""
+
+
+RETURNS: dict[str, tuple[type, str]] = {  # what a method is to return, and that in words
+    **dict.fromkeys(("resolve", "choose"), (Option, "return the option: self, or self.with_values(…)")),
+    **dict.fromkeys(("validate", "rules", "validate_device"), (Iterable, "yield its problems, one line each")),
+    "advise": (Iterable, "yield its warnings, one line each"),
+}
 
 
 def needs_extra(package: str, extra: str, setting: str) -> Iterator[str]:
