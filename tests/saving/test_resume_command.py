@@ -121,6 +121,36 @@ def test_stopped_in_mid_epoch_and_resumed(variant: str, by: signal.Signals, whol
     assert_same_end(run_dir, whole(variant))
 
 
+OTHER_SAMPLES = "the training data has changed since the run was trained on it: it goes on with other samples"
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_killed_run_that_goes_on_with_other_samples_says_so(changed: bool, tmp_path: Path) -> None:
+    def table(factor: int) -> None:
+        (place / "t.csv").write_text("x,kind\n" + "".join(f"{factor * i % 17},{'ab'[i % 2]}\n" for i in range(60)))
+
+    place = with_own_nets(tmp_path / "here")
+    table(1)
+    words = (*OWN, "model.target=my_nets.Gated", "data=tabular", "data.path=t.csv", "data.target=kind", "batch.global_batch=12")
+    assert stop(place, KILL, "4", *words, "epochs=2", "saving.every_updates=1").code == -KILL
+    table(3 if changed else 1)
+    assert (OTHER_SAMPLES in train(f"resume={only_run(place / 'outputs')}", cwd=place, code=0).err) == changed
+
+
+@pytest.mark.parametrize("update", [1, 2, 3])
+def test_a_stage_with_samples_of_its_own_is_no_change(update: int, tmp_path: Path) -> None:
+    """Before its boundary, at it and after it; the checkpoints and the result after that are gone, as after a kill."""
+    train(
+        "data=digits", "model=resnet9", "model.width=2", "batch.global_batch=64", "updates=4", "epochs=1", "data.size=8",
+        "stages=[{until: 2, data.size: 8}, {data.size: 10}]", "saving.every_updates=1", "saving.keep=9", cwd=tmp_path, code=0,
+    )  # fmt: skip
+    run_dir = only_run(tmp_path)
+    (run_dir / "result.json").unlink()
+    for checkpoint in checkpoints(run_dir)[update:]:
+        shutil.rmtree(checkpoint)
+    assert OTHER_SAMPLES not in train(f"resume={run_dir}", cwd=tmp_path, code=0).err
+
+
 @pytest.mark.parametrize(("by", "ranks"), [(USR1, 1), (USR1, 2), (INT, 1)])
 def test_other_signals_stop_alike(by: signal.Signals, ranks: int, tmp_path: Path) -> None:
     """Slurm's warning and Ctrl-C: the update is finished, the state saved, exit 75; alone and on two ranks."""

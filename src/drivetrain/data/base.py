@@ -32,6 +32,8 @@ from drivetrain.core.step.source import Source as Source
 from drivetrain.core.step.target_kinds import TargetKind
 from drivetrain.core.step.tensors import Tensors as Tensors
 from drivetrain.core.step.trees import Tree, map_tensors
+from drivetrain.core.typed import JsonObject
+from drivetrain.core.user.state import untouched
 from drivetrain.data.baseline import Baseline
 from drivetrain.data.decoding import ImageFileSource, Range
 from drivetrain.data.untrusted import Encoding
@@ -223,7 +225,7 @@ class Data(Option, groups.Data):
     def rules(self, run: RunSpec) -> Iterator[str]:
         """Yield the problems of the named sets, or those of `validate`."""
         wrong = list(self._name_problems())
-        yield from wrong or self.validate(run)
+        yield from wrong or self.asked("validate", run)
 
     def _name_problems(self) -> Iterator[str]:
         for split, given in (("validation", self.validation), ("test", self.test)):
@@ -721,7 +723,7 @@ def hash_of(identities: Iterable[str | bytes]) -> np.ndarray:
     return np.frombuffer(digests, "<u8").astype(np.uint64)
 
 
-def fingerprint(source: Source) -> dict[str, object] | None:
+def fingerprint(source: Source) -> JsonObject | None:
     """Return `hash`, `of` (what was hashed) and `samples` (how many there are) of a source; None where it cannot be read.
 
     It is equal on every machine where the samples are, whatever the seed, and cheap: tensors in memory are hashed as a whole up
@@ -730,7 +732,8 @@ def fingerprint(source: Source) -> dict[str, object] | None:
     """
     digest = hashlib.blake2b(f"{len(source)} samples".encode(), digest_size=16)
     try:
-        of = _add(digest, source)
+        with untouched({} if source.own_code is None else source.own_code.keeps()):
+            of = _add(digest, source)
     except Exception as error:  # a user's own Dataset may raise anything
         logger.info("the training data has no fingerprint: %s: %s", type(error).__name__, error)
         return None

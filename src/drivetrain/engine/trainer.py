@@ -25,6 +25,7 @@ from drivetrain.core.step.step import Made, Step, Stream, StreamWatcher
 from drivetrain.core.step.trees import map_tensors
 from drivetrain.core.typed import StateDict, Stateful
 from drivetrain.core.user.state import OwnState
+from drivetrain.data.base import fingerprint
 from drivetrain.ema.base import Ema
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.evaluator import Evaluator
@@ -93,6 +94,8 @@ class Trainer:
         """Train to the end of the run. Raises Diverged, and Interrupted when `stop` is raised."""
         self._stop, self._skips_in_a_row = stop or StopFlag(), 0
         self.writer.start()
+        if self.saving.active and self.parallel.world.rank == 0:
+            self.writer.trains_on(fingerprint(self.train_data.source))
         self.model.train()
         with self.owned.untouched():
             self.evaluator.check()

@@ -23,7 +23,6 @@ from drivetrain.inference.finished import Choice, chosen_weights, find, load_wei
 from drivetrain.launch import launcher, worker
 from drivetrain.launch.job import Job, recorded_environment
 from drivetrain.run import directory
-from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 from drivetrain.ui.progress import Rate
 
@@ -97,12 +96,12 @@ def _on_other_data(job: Job, run_dir: Path) -> bool:
     return not (isinstance(own, str) and expanded(own).resolve() == Path(place[1]).resolve())
 
 
-def _own_data(job: Job, overrides: Sequence[str], run_dir: Path, about: dict[str, object]) -> OwnData:
+def _own_data(job: Job, overrides: Sequence[str], run_dir: Path, about: JsonObject) -> OwnData:
     """The facts that the run keeps of its own data, and how much of the other data the command asks for."""
-    given, result = set(map(key_of, overrides)), Result.read(run_dir)
+    given = set(map(key_of, overrides))
     holdout = getattr(job.run.data, "holdout", None) if "data.holdout" in given else None
-    trained_on = (result.data or {}).get("hash") if result is not None else None  # its fingerprint
-    return OwnData(recall(about, run_dir), trained_on if isinstance(trained_on, str) else "", holdout, "data.test" in given)
+    trained_on = str((about.get("data") or {}).get("hash", ""))
+    return OwnData(recall(about, run_dir), trained_on, holdout, "data.test" in given)
 
 
 def _source(job: Job, origin: str) -> str:

@@ -75,7 +75,6 @@ class Job:
     machine_local_keys: set[str]
     run_dir: Path | None = None  # of a resumed run
     checkpoint: Path | None = None
-    trained_on: JsonObject | None = None  # the fingerprint of the training set, if the resumed run had ended
     notices: list[str] = field(default_factory=list)  # messages for the user at the job's start
     told: bool = False  # a run with another seed has already shown the notices
     shared: Recipe | None = None  # the named recipe; its hash is checked at the job's start
@@ -201,7 +200,7 @@ def checked(composed: Composed, own: bool = False, used: Collection[str] | None 
     """
     run = check.validate(composed, own, used)
     local = check.machine_local_keys(run)
-    advice = [line for each in _all_runs(run) for part in check.options_of(each) for line in part.advise(each)]
+    advice = [line for each in _all_runs(run) for part in check.options_of(each) for line in part.asked("advise", each)]
     notices = list(dict.fromkeys(composed.notices + advice))
     config_hash = identity.config_hash(composed, local - check.identifying_keys(run))
     return Job(composed, run, config_hash, local, notices=notices, shared=None if own else composed.recipe)

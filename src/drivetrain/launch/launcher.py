@@ -170,8 +170,6 @@ def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool, stop: StopFla
         with space.reserved(run_dir):
             job.write_files(run_dir)
     _tell_parent(run_dir)
-    if (before := Result.read(run_dir)) is not None:  # that of the part before a resume
-        job.trained_on = before.data
     (run_dir / "result.json").unlink(missing_ok=True)
     with logs.to_file(run_dir / "log.txt"):
         _announce(job, quiet)

@@ -310,7 +310,7 @@ def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
         for name, table in plots.of_result(result.tables)[1].items():
             if plots.is_confusion(table):
                 trainer.log.image(name, plots.draw(table, trainer.run_dir / "images" / f"{name}.png"))
-        result.data = fingerprint(trainer.train_data.source)
+        result.data = trainer.writer.data or fingerprint(trainer.train_data.source)
         write_plan(trainer.run_dir, trainer.batch, trainer.epochs)
         result.shares = trainer.evaluator.on("test").shares(staged.context.run.target_kind)
         of_run = result.remarks or judgement.of_curves_and_test(result, trainer)  # a diverged run needs no further remarks
@@ -385,15 +385,6 @@ def _report(lines: list[str], world: World, run_dir: Path) -> None:
         files.write_text(run_dir / "debug.txt", "".join(line + "\n" for line in lines))
 
 
-def _warn_of_other_data(before: JsonObject | None, trainer: Trainer) -> None:
-    """Warn if the training set differs from the fingerprint of a finished run."""
-    from drivetrain.data.base import fingerprint
-
-    now = fingerprint(trainer.train_data.source) if before else None
-    if before and now and now["hash"] != before.get("hash"):
-        logger.warning("the training data has changed since the run was trained on it: it goes on with other samples")
-
-
 def _build(job: Job, context: RunContext, writers: list[RunWriter], quiet: bool) -> StagedRun:
     """This rank's run, restored if the job has a checkpoint. On rank 0 the loggers start and go into `writers`."""
     from drivetrain.engine import summary
@@ -407,9 +398,9 @@ def _build(job: Job, context: RunContext, writers: list[RunWriter], quiet: bool)
         own = staged.trainer.parallel.broadcast_object(manifest.about(checkpoint) if context.world.rank == 0 else {})
         if not context.run.values["resume_changed"]:
             manifest.check_classes(own, staged.trainer.writer.about)
-        if context.world.rank == 0 and not job.run.stages:
-            _warn_of_other_data(job.trained_on, staged.trainer)
         rate = restore(staged, checkpoint)
+        if stages.number_that_made(staged.ends, context.progress) == staged.number:  # else the next stage may have other data
+            staged.trainer.writer.data = own.get("data")
         if jump := rate_jump(staged.trainer, rate):
             logger.warning("%s", jump)
     if job.attach is not None:

@@ -51,6 +51,7 @@ def problem(about: JsonMapping) -> str | None:
         "vocabulary": about["vocabulary"] is None or _is_size(about["vocabulary"]),
         "normalize": _are_moments(about["normalize"]),
         "files": fits(about.get("files"), dict[str, str] | None),
+        "data": fits(about.get("data"), dict[str, object] | None),
         "pixels": _is_range(about.get("pixels")),
         "units": _are_moments(about.get("units")),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_map
 from drivetrain.core.errors import CannotSave
 from drivetrain.core.options import groups
 from drivetrain.core.options.protocols import Checkpointed
-from drivetrain.core.typed import JsonMapping, StateDict
+from drivetrain.core.typed import JsonMapping, JsonObject, StateDict
 from drivetrain.run import directory
 from drivetrain.run.directory import RunDirHandle
 from drivetrain.saving import checkpoint_io, sharded_checkpoint
@@ -22,6 +23,8 @@ from drivetrain.saving.options import Saving
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+logger = logging.getLogger(__name__)
 
 
 class HostCopy:
@@ -64,6 +67,7 @@ class Writer:
         about: JsonMapping | None = None,
     ) -> None:
         self.about = about  # description of the weights for use without the run
+        self.data: JsonObject | None = None  # the fingerprint of the training set
         self._run_dir, self._saving, self._parallel, self._eval_weights = run_dir, saving, parallel, eval_weights
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -80,6 +84,12 @@ class Writer:
         if self._parallel.world.rank == 0:
             self._hold()
             checkpoint_io.remove_unfinished(self._run_dir)
+
+    def trains_on(self, data: JsonObject | None) -> None:
+        """Take the training set's fingerprint. Warn where it is not that of the samples that the state was trained on."""
+        if self.data and data and self.data.get("hash") != data["hash"]:
+            logger.warning("the training data has changed since the run was trained on it: it goes on with other samples")
+        self.data = data
 
     def _hold(self) -> RunDirHandle:
         if self._held is None:
@@ -129,10 +139,11 @@ class Writer:
             raise CannotSave(f"{gone}: its state is saved in {saved}, go on with resume={self._run_dir}")
 
     def _write(self, update: int, weights: StateDict, state: StateDict, ranked: list[int]) -> None:
+        about = self.about and {**self.about, "data": self.data}
         if self._saving.sharded:
-            checkpoint_io.save_sharded(self._run_dir, update, weights, state, self._group, self.about)
+            checkpoint_io.save_sharded(self._run_dir, update, weights, state, self._group, about)
         else:
-            checkpoint_io.save(self._run_dir, update, weights, state, self.about)
+            checkpoint_io.save(self._run_dir, update, weights, state, about)
         if self._parallel.world.rank == 0:
             recent = self._saving.keep_recent or 1  # the newest stays, to resume from
             checkpoint_io.prune(self._run_dir, lambda saved: [*self._saving.chosen(saved, ranked), *saved[-recent:]])
