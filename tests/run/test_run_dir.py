@@ -320,13 +320,14 @@ def test_a_full_disk_is_told_with_the_file_that_it_has_no_room_for(tmp_path, mon
 
 def test_temporary_folders_of_killed_runs_go_with_the_next_run(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("drivetrain-run-killed", "drivetrain-run-lives", "drivetrain-gpu-0"):
+    for name in ("drivetrain-run-killed", "drivetrain-run-lives", "drivetrain-gpu-0", ".drivetrain-run-0", ".drivetrain-run-1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".lock").touch()
+    os.utime(tmp_path / ".drivetrain-run-0", (0, 0))  # the other may just begin
     (tmp_path / "drivetrain-run-link").symlink_to(tmp_path / "drivetrain-gpu-0")
     os.mkfifo(tmp_path / "drivetrain-run-pipe")  # anybody may put one there, and nobody waits for it
     with directory.locked(tmp_path / "drivetrain-run-lives"), directory.temporary() as folder:
-        kept = {"drivetrain-run-lives", "drivetrain-gpu-0", "drivetrain-run-link"}
+        kept = {"drivetrain-run-lives", "drivetrain-gpu-0", "drivetrain-run-link", ".drivetrain-run-1"}
         assert {path.name for path in tmp_path.iterdir()} == {folder.name, *kept}
         assert (tmp_path / "drivetrain-gpu-0" / ".lock").exists()
         assert multiprocessing.util.get_temp_dir() == str(folder)

@@ -73,6 +73,8 @@ def _pack(source: str, out: Path, overrides: list[str], given: argparse.Namespac
     data = Data.of(job.run)
     refuse(data.validate_device(job.run))
     if (out / "index.json").exists():
+        for journal in out.glob("*.journal"):  # of a command that was killed at its end
+            journal.unlink(missing_ok=True)
         raise UserError(f"{out} is packed already: remove it, or give another folder")
     try:
         out.mkdir(parents=True, exist_ok=True)

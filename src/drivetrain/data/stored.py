@@ -91,7 +91,7 @@ def write_index(out: Path, index: Mapping[str, Any]) -> None:
     with _writing(out):
         write_json(out / "index.json", {"format": FORMAT, "version": VERSION, **index})
         for name in index["splits"]:
-            (out / f"{name}.journal").unlink()
+            (out / f"{name}.journal").unlink(missing_ok=True)
 
 
 def _chunks(samples: Iterator[Sample]) -> Iterator[list[Sample]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,10 +65,11 @@ def evaluate(
         finished.job.run = finished.job.run.with_parts(data=Data.of(finished.job.run).with_values(own=own))
     kind = finished.job.run.target_kind
     finished.job.work = lambda trainer: _restore_and_evaluate(trainer, checkpoint, about, choice, kind)
-    with tempfile.TemporaryDirectory(prefix="drivetrain-evaluate-") as folder:
-        result = launcher.launch(finished.job, Path(folder), quiet=True)
+    with directory.temporary() as folder:
+        (place := folder / "run").mkdir()
+        result = launcher.launch(finished.job, place, quiet=True)
         told: JsonObject = (
-            read_json(Path(folder) / TOLD) if (Path(folder) / TOLD).is_file() else {"samples": 0, "origin": "", "shares": {}}
+            read_json(place / TOLD) if (place / TOLD).is_file() else {"samples": 0, "origin": "", "shares": {}}
         )  # of rank 0
     if result.status == "interrupted":
         raise Interrupted(str(result.error))

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from drivetrain.core.options.protocols import LogWriter
 from drivetrain.core.typed import JsonMapping
 from drivetrain.launch.job import Job, prepare_run
 from drivetrain.measure import verbs
+from drivetrain.run import directory
 from drivetrain.saving import checkpoint_io, manifest
 from drivetrain.sweeps import launchers, options
 from drivetrain.ui import sheet
@@ -254,8 +254,8 @@ def rehearse(words: Sequence[str], config_dirs: Sequence[str], settings: Rehears
     if (seconds := verbs.seconds(settings.budget)) is None:
         raise UserError(f"budget={settings.budget} is no time: give one such as 90s, 5m or 1h")
     job = prepare_run([*words], config_dirs)
-    with tempfile.TemporaryDirectory(prefix="drivetrain") as folder, Steps() as progress:
-        found = RehearsedRun(job, words, config_dirs, Path(folder), time.monotonic() + seconds)
+    with directory.temporary() as folder, Steps() as progress:
+        found = RehearsedRun(job, words, config_dirs, folder, time.monotonic() + seconds)
         for step, work in found.steps():
             began = time.monotonic()
             progress(step)
@@ -267,7 +267,7 @@ def rehearse(words: Sequence[str], config_dirs: Sequence[str], settings: Rehears
                 mark, said = BAD, str(error)
             except (NotAsked, UserError, OSError) as error:
                 mark, said = SKIPPED if isinstance(error, NotAsked) else BAD, str(error)
-            found.rows.append((mark, step, said.replace(folder, "…"), time.monotonic() - began))
+            found.rows.append((mark, step, said.replace(str(folder), "…"), time.monotonic() - began))
     wrong = [step for mark, step, *_ in found.rows if mark == BAD]
     answer = f"{len(wrong)} of {len(found.rows)} would fail: {'; '.join(wrong)}" if wrong else "nothing stands in its way"
     table = sheet.Table(
@@ -339,8 +339,8 @@ def _train(update: int, how: str, words: Sequence[str], config_dirs: Sequence[st
     from drivetrain.launch.launcher import launch
 
     job, main = prepare_run([*words], config_dirs), os.getpid()
-    with tempfile.TemporaryDirectory(prefix="drivetrain") as folder:
-        told, number = Path(folder) / "told", signal.SIGKILL if how == "KILL" else signal.SIGTERM
+    with directory.temporary() as folder:
+        told, number = folder / "told", signal.SIGKILL if how == "KILL" else signal.SIGTERM
 
         def cut(event: str, given: tuple[object, ...]) -> None:
             """Kill the run where a checkpoint's files are written, and it has no name yet."""

@@ -297,7 +297,7 @@ def replay(
         what = "a run with stages" if job.run.stages else f"{job.run.named('parallel')}, which runs parts of the model,"
         raise UserError(f"{run_dir}: {what} cannot be replayed: resume a copy of it with debug=anomaly")
     point, _ = manifest.newest_valid(run_dir, below=max(1, plan[0] - settings.back))
-    start, folder = int(point.name) if point is not None else 0, directory.create(Path(job.run.values["output_dir"]), "replay")
+    start = int(point.name) if point is not None else 0
 
     def work(answer: Callable[[list[Found | None]], None]) -> None:
         from drivetrain.launch import launcher
@@ -308,18 +308,15 @@ def replay(
                 answer(found)
 
         again = replace(job, run_dir=None, checkpoint=point, work=on_rank, notices=[])
-        if (result := launcher.launch(again, folder, quiet=True)).code:
+        (folder / "run").mkdir()
+        if (result := launcher.launch(again, folder / "run", quiet=True)).code:
             raise UserError(str(result.error).partition(" (traceback in")[0])  # that file is removed
 
-    try:
-        with ended_by_signals(), Steps() as progress:
-            progress(
-                f"training again from {f'the checkpoint of update {start:,}' if start else 'the start'} to update {plan[2]:,}"
-            )
-            ranks = [each for each in forking.answer_of(work, "the run cannot be replayed", 7 * 86_400.0) if each is not None]
-        recorded, again = windows_of(run_dir), windows_of(folder, start)
-    finally:
-        directory.remove(folder)
+    root = Path(job.run.values["output_dir"]) / "replay"
+    with directory.working(root) as folder, ended_by_signals(), Steps() as progress:
+        progress(f"training again from {f'the checkpoint of update {start:,}' if start else 'the start'} to update {plan[2]:,}")
+        ranks = [each for each in forking.answer_of(work, "the run cannot be replayed", 7 * 86_400.0) if each is not None]
+        recorded, again = windows_of(run_dir), windows_of(folder / "run", start)
     if not ranks:
         raise UserError(f"trained again from update {start}, the run ended before update {plan[0]}: it is another run now")
     common = [update for update in again if update in recorded and recorded[update][0] == again[update][0]]

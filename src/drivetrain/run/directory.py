@@ -133,23 +133,53 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+BEGINS_S = 60.0  # a folder with a hidden name may be one that is not locked yet
+
+
+@contextlib.contextmanager
+def working(place: Path, setting: str = "output_dir") -> Iterator[Path]:
+    """Make a new folder below `place`, locked, that goes at the end of the context, as do those of killed processes.
+
+    Raises UserError where `place`, which the setting names, cannot be written.
+    """
+    missing = [path for path in (place, *place.parents) if not path.exists()]
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".drivetrain-run-", dir=place))
+    except OSError as error:
+        raise UserError(f"{place} cannot be written ({error.strerror}): set {setting} to a directory you can write to") from None
+    _remove_left(place)
+    with locked(folder):
+        folder = folder.rename(place / folder.name[1:])  # now that no other process takes it for a left one
+        try:
+            yield folder
+        finally:
+            files.remove(folder)
+            _remove_left(place)  # of this run's own processes, which it has killed
+            for path in missing:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+
+
+def _remove_left(place: Path) -> None:
+    for old in place.glob("*drivetrain-run-*"):
+        with contextlib.suppress(OSError):  # another process has removed it
+            begins = old.name.startswith(".") and time.time() - old.lstat().st_mtime < BEGINS_S
+            if not begins and not old.is_symlink() and not is_locked(old):
+                files.remove(old)
+
+
 @contextlib.contextmanager
 def temporary() -> Iterator[Path]:
-    """Within the context multiprocessing has its folders in this new one in TMPDIR. Those of killed runs are removed."""
+    """Within the context multiprocessing has its folders in this new one in TMPDIR."""
     settings = multiprocessing.current_process()._config  # type: ignore[attr-defined] # which forked processes inherit
-    place, before = Path(tempfile.gettempdir()), settings.get("tempdir")
-    for old in place.glob("drivetrain-run-*"):
-        if not old.is_symlink() and not is_locked(old):
-            files.remove(old)
-    folder = Path(tempfile.mkdtemp(prefix=".drivetrain-run-"))
-    with locked(folder):
-        folder = folder.rename(place / folder.name[1:])  # now that no other run takes it for a left one
+    before = settings.get("tempdir")
+    with working(Path(tempfile.gettempdir()), "TMPDIR") as folder:
         settings["tempdir"] = str(folder)
         try:
             yield folder
         finally:
             settings["tempdir"] = before
-            files.remove(folder)
 
 
 LAST = "last"  # the word for the newest run below outputs/

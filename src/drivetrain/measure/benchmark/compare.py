@@ -308,13 +308,7 @@ def measure(
     specs = [_after_trials(spec) for spec in specs]
     first = baseline_job(specs)
     began = time.perf_counter()
-    folder = directory.create(Path(first.run.values["output_dir"]), "compare", "variants")
     verdicts: list[Verdict | None] = [None] * len(specs)
-    variants = [
-        None if spec.job is None else (StagedVariant if spec.job.run.stages else Variant)(spec.label, spec.job, folder / str(n))
-        for n, spec in enumerate(specs)
-    ]
-    runnable = [variant for variant in variants if variant is not None]
 
     def rows_of(target: str | None = None) -> list[Row]:
         rows: list[Row] = []
@@ -334,10 +328,13 @@ def measure(
             raise_if_interrupted()
             steps(text, seconds_left)
 
-        try:
+        with directory.working(Path(first.run.values["output_dir"]) / "compare") as folder:
+            variants = [
+                None if job is None else (StagedVariant if job.run.stages else Variant)(spec.label, job, folder / str(n))
+                for n, spec in enumerate(specs) for job in [spec.job]
+            ]  # fmt: skip
+            runnable = [variant for variant in variants if variant is not None]
             run_rounds(runnable, settings.rounds, settings.block_s, progress, stopped)
-        finally:
-            directory.remove(folder)
         if settings.quality and runnable[0].error is None:
             verdicts = quality.judge(specs, settings, progress, trained)
     reach = quality.reach_of(settings, first.run) if settings.quality else None

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -327,7 +326,7 @@ def run(options: Options, plan: QualitySettings, argv: Sequence[str]) -> Compare
     budget, began, notes = verbs.seconds(options.budget or ""), time.monotonic(), list[str]()
     held = [FigureSource(options.holdout_metric, options.higher, options.pick)] if options.holdout_metric else []
     with ExitStack() as stack, Steps() as progress:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="drivetrain")))
+        folder = stack.enter_context(directory.temporary())
         programs = list(_programs(options, metric, folder, stack, notes))
         numbers = range(1, len(programs))
         claims: dict[int, tuple[Effect, list[str]]] = {n: ("changes", []) for n in numbers}

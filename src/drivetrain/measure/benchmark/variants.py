@@ -358,37 +358,34 @@ def trainings(
     Interrupted; a variant that cannot be composed raises UserError.
     """
     accelerators.find()  # this, and the import of torch, once here, because the runs are forked
-    folder = directory.create(Path(first.run.values["output_dir"]), verb, "training")
-    place, told = folder / "run", set[str]()
+    told = set[str]()
     runs: Trained = {} if known is None else known
-    try:
-        with SignalForwarder() as signals:
+    with directory.working(Path(first.run.values["output_dir"]) / verb) as folder, SignalForwarder() as signals:
+        place = folder / "run"
 
-            def train(spec: VariantSpec, seed: int, alone: bool = False, fold: int | None = None) -> TrainedRun:
-                key = (str(baseline_job([spec]).composed.plain), seed, fold)
-                if key in runs:
-                    return runs[key]
-                progress(f"training {spec.label or 'the first variant'}: seed {seed}")
-                words = [f"runtime.seed={seed}", f"output_dir={format_value(str(folder))}"]
-                words += [f"data.fold={fold}"] if fold is not None else []
-                job = spec.again([*words, *([f"target={format_value(str(reach))}"] if reach is not None and sets_target else [])])
-                job.told = spec.label in told
-                if alone:
-                    words = ["--quiet", *job.composed.overrides, f"hydra.run.dir={format_value(str(place))}"]
-                    errors = in_new_interpreter("drivetrain.cli.child", words, job.composed.config_dirs, signals, quiet=True)
-                    result = Result.read(place) or Result(error="; ".join(errors))
-                else:
-                    told.add(spec.label)
-                    result = run_one(replace(spec, overrides=job.composed.overrides, job=job), place, signals, quiet=True)
-                if signals.raised:
-                    raise Interrupted("stopped by a signal while variants were trained")
-                runs[key] = trained_run(replace(read(place), result=result, status=result.status), seed, fold or 0, reach)
-                directory.remove(place)
+        def train(spec: VariantSpec, seed: int, alone: bool = False, fold: int | None = None) -> TrainedRun:
+            key = (str(baseline_job([spec]).composed.plain), seed, fold)
+            if key in runs:
                 return runs[key]
+            progress(f"training {spec.label or 'the first variant'}: seed {seed}")
+            words = [f"runtime.seed={seed}", f"output_dir={format_value(str(folder))}"]
+            words += [f"data.fold={fold}"] if fold is not None else []
+            job = spec.again([*words, *([f"target={format_value(str(reach))}"] if reach is not None and sets_target else [])])
+            job.told = spec.label in told
+            if alone:
+                words = ["--quiet", *job.composed.overrides, f"hydra.run.dir={format_value(str(place))}"]
+                errors = in_new_interpreter("drivetrain.cli.child", words, job.composed.config_dirs, signals, quiet=True)
+                result = Result.read(place) or Result(error="; ".join(errors))
+            else:
+                told.add(spec.label)
+                result = run_one(replace(spec, overrides=job.composed.overrides, job=job), place, signals, quiet=True)
+            if signals.raised:
+                raise Interrupted("stopped by a signal while variants were trained")
+            runs[key] = trained_run(replace(read(place), result=result, status=result.status), seed, fold or 0, reach)
+            directory.remove(place)
+            return runs[key]
 
-            yield train
-    finally:
-        directory.remove(folder)
+        yield train
 
 
 def in_turns(variants: Sequence[int], number: int) -> Sequence[int]:

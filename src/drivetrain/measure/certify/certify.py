@@ -354,8 +354,6 @@ def run_recorded(job: Job, updates: int, **look: object) -> Trace:
     """
     import torch  # noqa: F401 - imported once here, because the processes are forked
 
-    folder = directory.create(Path(job.run.values["output_dir"]), "certify")
-
     def work(answer: Callable[[Trace], None]) -> None:
         from drivetrain.launch import launcher
         from drivetrain.measure.certify import record
@@ -366,15 +364,13 @@ def run_recorded(job: Job, updates: int, **look: object) -> Trace:
             if (trace := record.TracingStep(trainer, options).run()) is not None:
                 answer(trace)
 
-        result = launcher.launch(replace(job, run=run, work=recording), folder, quiet=True)
+        (folder / "run").mkdir()
+        result = launcher.launch(replace(job, run=run, work=recording), folder / "run", quiet=True)
         if result.code:
             raise UserError(str(result.error).partition(" (traceback in")[0])  # that file is removed
 
-    try:
-        with ended_by_signals():
-            return forking.answer_of(work, "the run cannot be certified")
-    finally:
-        directory.remove(folder)
+    with directory.working(Path(job.run.values["output_dir"]) / "certify") as folder, ended_by_signals():
+        return forking.answer_of(work, "the run cannot be certified")
 
 
 def agree_in_float64(recorded: Recorded, recorded_tested: Recorded) -> bool:
