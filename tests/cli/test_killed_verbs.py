@@ -1,7 +1,11 @@
-"""Verbs that are killed at each of their writes: a file under its own name is whole, and the verb can be repeated."""
+"""Verbs that are killed at each of their writes: a file under its own name is whole, and the verb can be repeated.
+
+Of the verbs that measure, the first process is killed: its children end by themselves; what they leave goes with the next one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -10,10 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from drivetrain.cli import main
 from drivetrain.core.machine.forking import ForkedProcess
-from tests.support import slow
+from tests.support import command, slow
+from tests.support.waiting import until
 
 CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.truncate", "os.rmdir")
 VERBS: dict[str, tuple[list[str], str]] = {  # the words, and the file that they write: of the run where it begins with "run/"
@@ -101,3 +107,69 @@ def test_a_verb_that_is_killed_leaves_whole_files_and_can_be_repeated(finished, 
         assert killed(words)[0] == 0
         assert content() == expected or verb in CHANGING, at
         assert {path.name for path in place.iterdir()} == names, at
+
+
+KILLED = f"""
+import os, signal, sys
+at, first, writes = int(sys.argv[1]), os.getpid(), 0
+def look(event, given):
+    global writes
+    opens = event == "open" and isinstance(given[2], int) and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    if (opens or event in {CHANGES}) and os.getpid() == first and not str(given[0]).startswith(("/dev", "/proc")):
+        writes += 1
+        if writes == at:
+            os.kill(first, signal.SIGKILL)
+sys.addaudithook(look)
+from drivetrain.cli.main import main
+sys.exit(main(sys.argv[2:]))
+"""
+RATES = ["rounds=1", "block_s=0.01"]
+MEASURES: dict[str, tuple[list[str], list[str], int]] = {  # the words, those after the run's, and writes
+    "pack": (["pack", "images", "packed", "--size=8", "--threads=1"], [], 26),
+    "certify": (["certify", "precision=bf16", "steps=2"], ["against", "precision=fp32"], 50),
+    "compare": (["compare", "optimizer.lr=0.1,0.2", *RATES], [], 60),
+    "quality": (["compare", "optimizer.lr=0.1,0.2", *RATES, "quality=true", "seeds=2", "max_seeds=2"], [], 140),
+    "tune lr": (["tune", "what=lr", "lr_updates=10"], [], 20),
+    "tune": (["tune", "what=workers", "budget_s=20", *RATES], [], 16),
+    "ablate": (["ablate", "recipe=fast", "baseline=naive", "only=[precision]", "tables=[alone]", *RATES], [], 60),
+    "rehearse": (["rehearse", "budget=3m"], [], 55),
+}
+SHORT = [("pack", 14), ("certify", 20)]  # between the files of a pair, and while the first run's folder is there
+MOMENTS = [(verb, at) for verb, (_, _, writes) in MEASURES.items() for at in range(3, writes, max(1, writes // 12))]
+
+
+@pytest.mark.parametrize(("verb", "at"), slow.but(SHORT.__contains__, dict.fromkeys((*SHORT, *MOMENTS))))
+def test_a_measurement_that_is_killed_is_repeated_and_nothing_is_left(verb, at, tiny, tmp_path):
+    words, more, _ = MEASURES[verb]
+    place, temporary = command.empty(tmp_path / "place"), command.empty(tmp_path / "tmp")
+    if verb == "pack":
+        for number in range(12):
+            painted(place / "images" / ("train", "val")[number % 3 == 0] / "ab"[number % 2], number)
+    else:
+        words = [*words, *tiny("runtime.threads=1", "updates=2"), "--out=out", *more]
+    env = {"TMPDIR": str(temporary), "XDG_STATE_HOME": str(tmp_path / "state")}
+    assert command.run(str(at), *words, cwd=place, how=("-c", KILLED), env=env).code == -signal.SIGKILL
+    until(lambda: not [each for each in Path("/proc").glob("[0-9]*/cwd") if place_of(each) == place])
+    for new in tmp_path.rglob(".drivetrain-run-*"):  # one that is not locked yet may be another process's that begins
+        os.utime(new, (0, 0))
+    command.run("0", *words, cwd=place, how=("-c", KILLED), env=env, code=0)
+    written = {path.name for path in place.rglob("*") if path.is_file() and path.suffix != ".png"}
+    name = words[0]
+    assert written == (PACKED if verb == "pack" else {f"{name}.json", f"{name}.html"})
+    assert not [path for path in temporary.iterdir() if "drivetrain" in path.name]
+
+
+PACKED = {".lock", "index.json", *(f"{split}.{part}" for split in ("train", "test") for part in ("data", "table"))}
+
+
+def painted(folder: Path, number: int) -> None:
+    """An image in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (12, 12), (20 * number, 30, 40)).save(folder / f"{number}.png")
+
+
+def place_of(link: Path) -> Path | None:
+    """The working directory of a process; None where it has ended."""
+    with contextlib.suppress(OSError):
+        return link.readlink()
+    return None
