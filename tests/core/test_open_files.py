@@ -163,8 +163,11 @@ def test_a_database_in_a_file_is_opened_again(tmp_path):
 
 def test_what_a_killed_write_left_goes_with_the_next_one(tmp_path: Path) -> None:
     """Of whoever is dead: a lock ends with its process. A file of another name, and one that is being written, stay."""
-    (tmp_path / ".a.json.writing-0").touch()
-    stay = [tmp_path / name for name in (".a.json.writing-1", ".b.json.writing-0", ".a.json", "xa.json.writing-0")]
+    (tmp_path / ".a.json.writing-00000000").touch()
+    stay = [
+        tmp_path / name
+        for name in (".a.json.writing-00000001", ".b.json.writing-00000000", ".a.json.writing-a", "xa.json.writing-00000000")
+    ]
     for path in stay:
         path.touch()
     with stay[0].open("ab") as file:

@@ -320,16 +320,22 @@ def test_a_full_disk_is_told_with_the_file_that_it_has_no_room_for(tmp_path, mon
 
 def test_temporary_folders_of_killed_runs_go_with_the_next_run(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("drivetrain-run-killed", "drivetrain-run-lives", "drivetrain-gpu-0", ".drivetrain-run-0", ".drivetrain-run-1"):
+    for name in (
+        "drivetrain-run-12345678",
+        "drivetrain-run-lives___",
+        "drivetrain-run-mine",
+        ".drivetrain-run-00000000",
+        ".drivetrain-run-11111111",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".lock").touch()
-    os.utime(tmp_path / ".drivetrain-run-0", (0, 0))  # the other may just begin
-    (tmp_path / "drivetrain-run-link").symlink_to(tmp_path / "drivetrain-gpu-0")
-    os.mkfifo(tmp_path / "drivetrain-run-pipe")  # anybody may put one there, and nobody waits for it
-    with directory.locked(tmp_path / "drivetrain-run-lives"), directory.temporary() as folder:
-        kept = {"drivetrain-run-lives", "drivetrain-gpu-0", "drivetrain-run-link", ".drivetrain-run-1"}
+    os.utime(tmp_path / ".drivetrain-run-00000000", (0, 0))  # the other may just begin
+    (tmp_path / "drivetrain-run-a_link__").symlink_to(tmp_path / "drivetrain-run-mine")
+    os.mkfifo(tmp_path / "drivetrain-run-a_pipe__")  # anybody may put one there, and nobody waits for it
+    with directory.locked(tmp_path / "drivetrain-run-lives___"), directory.temporary() as folder:
+        kept = {"drivetrain-run-lives___", "drivetrain-run-mine", "drivetrain-run-a_link__", ".drivetrain-run-11111111"}
         assert {path.name for path in tmp_path.iterdir()} == {folder.name, *kept}
-        assert (tmp_path / "drivetrain-gpu-0" / ".lock").exists()
+        assert (tmp_path / "drivetrain-run-mine" / ".lock").exists()
         assert multiprocessing.util.get_temp_dir() == str(folder)
         with directory.temporary():
             assert folder.is_dir()

@@ -162,7 +162,7 @@ def working(place: Path, setting: str = "output_dir") -> Iterator[Path]:
 
 
 def _remove_left(place: Path) -> None:
-    for old in place.glob("*drivetrain-run-*"):
+    for old in (*place.glob("drivetrain-run-????????"), *place.glob(".drivetrain-run-????????")):
         with contextlib.suppress(OSError):  # another process has removed it
             begins = old.name.startswith(".") and time.time() - old.lstat().st_mtime < BEGINS_S
             if not begins and not old.is_symlink() and not is_locked(old):

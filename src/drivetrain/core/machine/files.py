@@ -149,7 +149,7 @@ def write_text(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def beside(path: Path, mode: int = 0o666) -> Iterator[tuple[BufferedWriter, Path]]:
     """Open a new file beside another, locked, until the context ends. Those that killed processes have left are removed."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.writing-*"):
+    for left in path.parent.glob(f".{glob.escape(path.name)}.writing-????????"):
         with contextlib.suppress(OSError), opened(left, "ab") as file:
             if locks(file):
                 left.unlink()
