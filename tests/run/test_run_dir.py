@@ -339,5 +339,6 @@ def test_temporary_folders_of_killed_runs_go_with_the_next_run(tmp_path, monkeyp
         assert multiprocessing.util.get_temp_dir() == str(folder)
         with directory.temporary():
             assert folder.is_dir()
+        (tmp_path / "drivetrain-run-the_own_").mkdir()  # of a process that this one has started and killed
     assert {path.name for path in tmp_path.iterdir()} == kept
     assert multiprocessing.current_process()._config.get("tempdir") != str(folder)
