@@ -164,7 +164,7 @@ def _resolve(run: RunSpec, made: Mapping[str, Sequence[Option | None]]) -> Itera
         resolved = []
         for option in of_group:
             with suppress(InvalidValue):
-                resolved += [option.asked("resolve", run)] if option is not None else []
+                resolved += [option.returned("resolve", option.resolve(run))] if option is not None else []
         if group in run.parts:
             run.parts[group] = resolved if group in LISTS else next(iter(resolved), run.parts[group])
         yield from resolved
@@ -179,7 +179,7 @@ def _broken_rules(run: RunSpec, options: Sequence[Option], used: Collection[str]
     """The problems that options' rules find; a rule that depends on a wrong option or value is silent."""
     problems: list[str] = []
     asked = options if used is None else [option for option in options_of(run, used) if option in options]
-    rules: list[Callable[[], Iterable[str]]] = [partial(option.asked, "rules", run) for option in asked]
+    rules: list[Callable[[], Iterable[str]]] = [partial(option.rules, run) for option in asked]
     if used is None:
         rules.append(lambda: selection.problems(run, "select", selection.chosen(run)))
         rules.append(lambda: selection.target_problems(run))
@@ -195,7 +195,9 @@ def validate_device(run: RunSpec, used: Collection[str] | None = None) -> None:
 
     `used` is as in `validate`.
     """
-    problems = [problem for option in options_of(run, used) for problem in option.asked("validate_device", run)]
+    problems = [
+        problem for option in options_of(run, used) for problem in option.returned("validate_device", option.validate_device(run))
+    ]
     problems += callbacks.problems(run)
     refuse(problems)
 

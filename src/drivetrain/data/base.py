@@ -225,7 +225,7 @@ class Data(Option, groups.Data):
     def rules(self, run: RunSpec) -> Iterator[str]:
         """Yield the problems of the named sets, or those of `validate`."""
         wrong = list(self._name_problems())
-        yield from wrong or self.asked("validate", run)
+        yield from wrong or iter(self.returned("validate", self.validate(run)))
 
     def _name_problems(self) -> Iterator[str]:
         for split, given in (("validation", self.validation), ("test", self.test)):

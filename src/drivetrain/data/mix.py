@@ -162,7 +162,7 @@ class Mix(Data):
         return next(iter(self.by_name.values()))
 
     def resolve(self, run: RunSpec) -> Self:
-        made = {name: part.asked("resolve", run) for name, part in self.by_name.items()}
+        made = {name: part.returned("resolve", part.resolve(run)) for name, part in self.by_name.items()}
         first = next(iter(made.values()), None)
         shared = {name: getattr(first, name) for name in ALIKE} if first else {}
         return self.with_values(by_name=made, **shared)
@@ -199,7 +199,7 @@ class Mix(Data):
             yield from (
                 () if PLAIN_NAME.takes(name) else [f"data.sources: '{name}' is no name of a source: take letters, digits and _"]
             )
-            yield from (re.sub(r"\bdata\.", f"data.sources.{name}.", line) for line in part.asked("rules", run))
+            yield from (re.sub(r"\bdata\.", f"data.sources.{name}.", line) for line in part.rules(run))
             if (why := self.not_mixed.get(type(part).__name__)) is not None:
                 yield f"data.sources.{name} cannot be mixed: {why}"
             for key in ("order", "drop_last", "baseline"):
@@ -212,7 +212,7 @@ class Mix(Data):
 
     def advise(self, run: RunSpec) -> Iterator[str]:
         for name, part in self.by_name.items():
-            yield from (re.sub(r"\bdata\.", f"data.sources.{name}.", line) for line in part.asked("advise", run))
+            yield from (re.sub(r"\bdata\.", f"data.sources.{name}.", line) for line in part.returned("advise", part.advise(run)))
 
     def places(self, split: str) -> dict[str, str]:
         return {name: place for name, place in self.several(split).items() if isinstance(place, str) and place != "auto"}

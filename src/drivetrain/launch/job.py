@@ -200,7 +200,9 @@ def checked(composed: Composed, own: bool = False, used: Collection[str] | None 
     """
     run = check.validate(composed, own, used)
     local = check.machine_local_keys(run)
-    advice = [line for each in _all_runs(run) for part in check.options_of(each) for line in part.asked("advise", each)]
+    advice = [
+        line for each in _all_runs(run) for part in check.options_of(each) for line in part.returned("advise", part.advise(each))
+    ]
     notices = list(dict.fromkeys(composed.notices + advice))
     config_hash = identity.config_hash(composed, local - check.identifying_keys(run))
     return Job(composed, run, config_hash, local, notices=notices, shared=None if own else composed.recipe)

@@ -161,7 +161,7 @@ def choose(job: Job) -> None:
     """Let the options choose values by trials. A resumed run takes them from its directory."""
     recorded = recorded_environment(job.run_dir) if job.run_dir is not None else {}
     for group, option in job.run.tried().items():
-        job.run = job.run.with_parts(**{group: option.asked("choose", JobTrials(job), recorded.get(group))})
+        job.run = job.run.with_parts(**{group: option.returned("choose", option.choose(JobTrials(job), recorded.get(group)))})
 
 
 def trial_run(job: Job, more: Sequence[str] = ()) -> RunSpec:

@@ -58,7 +58,7 @@ class Sum(PartedLoss):
         return self.weights if self.weights is not None else [1.0] * len(self.losses)
 
     def resolve(self, run: RunSpec) -> Self:
-        losses = {name: loss.asked("resolve", run) for name, loss in self.losses.items()}
+        losses = {name: loss.returned("resolve", loss.resolve(run)) for name, loss in self.losses.items()}
         main = next(iter(losses.values()))
         best = ("loss", min) if main.best[0] == "loss" else main.best
         # Names that several parts report are of the first of them.
@@ -79,16 +79,16 @@ class Sum(PartedLoss):
                 yield f"{run.named('loss')}: {name} is computed from the whole batch at once, and cannot be added to others"
             if loss.masks_tokens:
                 yield f"{run.named('loss')}: {name} hides what the others would take as targets, and cannot be added to them"
-        problems = [problem for loss in self.losses.values() for problem in loss.asked("validate", run)]
+        problems = [problem for loss in self.losses.values() for problem in loss.returned("validate", loss.validate(run))]
         yield from dict.fromkeys(problems)
 
     def advise(self, run: RunSpec) -> Iterator[str]:
         for loss in self.losses.values():
-            yield from loss.asked("advise", run)
+            yield from loss.returned("advise", loss.advise(run))
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         for loss in self.losses.values():
-            yield from loss.asked("validate_device", run)
+            yield from loss.returned("validate_device", loss.validate_device(run))
 
     def setup(self, context: BuildContext) -> None:
         self.begin(context.device, *self.losses)

@@ -132,7 +132,7 @@ def one_at_a_time(path: Path) -> Iterator[None]:
         yield
 
 
-def locks(file: IO[Any], wait: bool = False, shared: bool = False) -> bool:
+def locks(file: IO[str] | IO[bytes], wait: bool = False, shared: bool = False) -> bool:
     """Lock an open file until it is closed. Return False where another process has locked it, or the disk has no locks."""
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -25,6 +25,7 @@ __all__ = [
     "RunSpec", "Share", "Trials", "needs_extra",
 ]  # fmt: skip
 
+T = TypeVar("T")
 LARGEST_FLOAT = 1e38  # of a setting: float32, which it meets in the step, ends at 3e38
 LARGEST_COUNT = 10**12
 Positive = Annotated[float, Gt(0), Le(LARGEST_FLOAT)]
@@ -102,9 +103,9 @@ class Option:
             f"{cls.__module__}.{cls.__name__} has no method {method}, which this run needs: write it as docs/extending.md shows"
         )
 
-    def asked(self, method: str, *given: object) -> Any:
-        """Return what a method of this option returns. Raises UserError where that is not what the method is to return."""
-        found, (kind, what) = getattr(self, method)(*given), RETURNS[method]
+    def returned(self, method: str, found: T) -> T:
+        """Return what a method of this option returned. Raises UserError if the method must return something else."""
+        kind, what = RETURNS[method]
         if isinstance(found, str) or not isinstance(found, kind):
             cls, shown = type(self), repr(found)[:80]
             where = f"{cls.__module__}.{cls.__name__}.{method} ({inspect.getfile(cls)})"
@@ -142,8 +143,7 @@ class Option:
 
     def rules(self, run: RunSpec) -> Iterator[str]:
         """Yield what `validate` does, and what a group asks of all its options."""
-        problems: Iterator[str] = self.asked("validate", run)
-        return problems
+        return self.returned("validate", self.validate(run))
 
     def advise(self, run: RunSpec) -> Iterator[str]:
         """Yield warnings about settings that work but are probably not intended. They are logged at the start."""
@@ -172,7 +172,7 @@ class Option:
 
 RETURNS: dict[str, tuple[type, str]] = {  # what a method is to return, and that in words
     **dict.fromkeys(("resolve", "choose"), (Option, "return the option: self, or self.with_values(…)")),
-    **dict.fromkeys(("validate", "rules", "validate_device"), (Iterable, "yield its problems, one line each")),
+    **dict.fromkeys(("validate", "validate_device"), (Iterable, "yield its problems, one line each")),
     "advise": (Iterable, "yield its warnings, one line each"),
 }
 
