@@ -441,6 +441,19 @@ def test_a_dict_from_python_and_exports(finished, tmp_path, refused):
     assert "there is no such file" in refused("predict", result.run_dir, "p.png")
 
 
+@pytest.mark.parametrize("shape", [(3, 8, 8), (4, 3, 8, 8), (1, 3, 6, 5)])
+def test_an_array_is_a_sample_or_several_of_an_own_dataset_of_one_tensor(shape, finished, tmp_path, refused):
+    result = finished(*OWN, "data.target=tree_sets.Pictures", "model.target=tree_sets.Pool")
+    x = np.random.default_rng(0).normal(size=shape)
+    np.save(tmp_path / "x.npy", x)
+    assert main.main(["predict", str(result.run_dir), str(tmp_path / "x.npy"), "--out", str(tmp_path / "p.csv")]) == 0
+    expected = drivetrain.load(result.run_dir).predict(torch.from_numpy(x.reshape(-1, *shape[-3:])).float()).labels
+    assert [row["label"] for row in rows(tmp_path / "p.csv")] == expected
+    np.save(tmp_path / "x.npy", x[..., 0, 0])
+    if len(shape) == 3:
+        assert "the model takes (n, 3, 8, 8)" in refused("predict", result.run_dir, tmp_path / "x.npy")
+
+
 def test_an_answer_is_a_number_or_says_why_not(digits, tmp_path, images, capsys, monkeypatch):
     """Inputs are looked at after the conversion to float32, and every output too."""
     given = np.repeat(images[:1].astype("f8"), 5, 0)

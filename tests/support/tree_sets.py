@@ -35,6 +35,13 @@ class Dicts(Base):
         return {"image": image, "person": {"age": float(index), "size": noise.normal(size=3)}, "label": np.int64(index % 4)}
 
 
+class Pictures(Base):
+    """An input of one tensor."""
+
+    def sample(self, noise: np.random.Generator, index: int) -> Any:
+        return noise.normal(size=(3, 8, 8)), index % 4
+
+
 class Tuples(Base):
     """Two inputs and a label: the inputs are positions."""
 
@@ -105,6 +112,17 @@ class Net(nn.Module):
     def forward(self, image: torch.Tensor, person: Any) -> torch.Tensor:
         numbers = person if isinstance(person, torch.Tensor) else person["size"] + person["age"].unsqueeze(1) / 50
         return self.head(self.block(self.image(image.flatten(1)) + self.numbers(numbers)))
+
+
+class Pool(nn.Module):
+    """Takes images of any size."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.mean((2, 3)))
 
 
 class Together(Net):

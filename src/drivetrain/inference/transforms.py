@@ -32,7 +32,7 @@ class Transforms:
         self.option, self._data, self._decodes_images, self._memory_format = option, data, decodes_images, memory_format
         self.device, self.tokens = device, option.tokens is True
         self.unknown: list[Counter[str]] = []  # of each input: column → its rows with a category that no training row has
-        self.shape = data.shape if data.example is None else None  # None: inputs are several tensors
+        self.shape = data.shape if data.example is None else None  # None: a Dataset of the user's makes the inputs
         self.normalize = None if data.normalize is None else data.normalize.to(device)
         self._pipeline = Pipeline(data.train, (), data.normalize, 0, images=data.images).to(device)
 
@@ -47,12 +47,18 @@ class Transforms:
         return self._pipeline.normalized(in_memory_format(samples, self._memory_format))
 
     def as_samples(self, x: torch.Tensor, name: str = "the input") -> torch.Tensor:
-        """Return samples (n, …) as the data set has them; a single one becomes a batch. Raises UserError where shapes differ."""
-        if self.shape is None:
+        """Return samples (n, …) as the data set has them; a single one becomes a batch. Raises UserError where shapes differ.
+
+        Samples of a Dataset of the user's may differ in size: of these the number of dimensions counts.
+        """
+        own = self._data.example
+        if own is not None and not isinstance(own, torch.Tensor):
             raise UserError(f"{name} is one tensor, and the inputs of a sample are several: use drivetrain.load in Python")
-        given, wanted = tuple(x.shape), tuple(self.shape)
+        given, wanted = tuple(x.shape), tuple(self._data.shape)
         if x.is_complex():
             raise DataError(f"{name} holds complex numbers, and the model takes real ones: give their parts or their size")
+        if own is not None and x.ndim in (len(wanted), len(wanted) + 1):
+            wanted = given[-len(wanted) :] if wanted else ()
         if self.tokens:
             if x.ndim not in (1, 2) or x.shape[-1] > wanted[0]:
                 raise DataError(f"{name} has the shape {given}, and the model takes (n, up to {wanted[0]}) tokens: cut it")
@@ -61,7 +67,8 @@ class Transforms:
             x = x.unsqueeze(0)
         elif given[1:] != wanted:
             raise DataError(f"{name} has the shape {_text(given)}, and the model takes {_text(('n', *wanted))}: resize it")
-        return x if x.dtype == torch.uint8 else x.float()
+        codes = own is not None and not own.is_floating_point() and not x.is_floating_point()
+        return x if x.dtype == torch.uint8 or codes else x.float()
 
     def _read(self, given: str) -> list[Tree]:
         """Return the samples of a file, or of a text where the run reads text: batches of them."""
@@ -108,7 +115,7 @@ class Transforms:
     def image_shape(self) -> tuple[int, int, int]:
         """Return channels, height and width of the model's images. Raises UserError where it does not take any."""
         if self.shape is None or len(self.shape) != 3 or self.shape[0] not in (1, 3):
-            takes = "several tensors" if self.shape is None else f"inputs of shape {_text(self.shape)}"
+            takes = "what your Dataset makes" if self.shape is None else f"inputs of shape {_text(self.shape)}"
             raise UserError(
                 f"the model takes {takes}, and not image files: give arrays (.npy, .pt), or use drivetrain.load in Python"
             )
