@@ -280,6 +280,15 @@ def test_a_typo_in_a_target_hides_no_other_mistake(tmp_path: Path) -> None:
     assert "runtime.cudnn_benchmark=false" in told, "the rule of another option"
 
 
+def test_a_module_that_imports_what_is_not_there_gets_no_similar_class(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "loss").mkdir(parents=True)
+    (tmp_path / "conf" / "loss" / "gce.yaml").write_text("# mine\n_target_: half_written.Gce\n")
+    (tmp_path / "half_written.py").write_text("from drivetrain.loss import Missing\n")
+    told = problems(lambda: prepare(["loss=gce", "trust=[half_written]"], [str(tmp_path / "conf")]))[0]
+    assert "cannot import name 'Missing' from 'drivetrain.loss'" in told
+    assert "did you mean" not in told
+
+
 def test_a_section_of_a_recipe_that_is_no_group_is_named_beside_other_mistakes(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("nothing: 1\nunchanced:\n  seed: 5\n")
     told = problems(lambda: prepare([f"recipe={tmp_path / 'r.yaml'}"]))

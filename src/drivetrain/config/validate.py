@@ -253,7 +253,8 @@ def _class(group: str, prefix: str, target: str, trusted: Collection[str]) -> ty
     try:
         cls = user_code.import_name(target)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{said} cannot be imported: {error}{_near(target, group)}") from None
+        beneath = isinstance(error, ImportError) and not target.startswith(f"{error.name}.")  # what its module imports
+        raise UserError(f"{said} cannot be imported: {error}{'' if beneath else _near(target, group)}") from None
     if not isinstance(cls, type) or not issubclass(cls, Option):
         raise UserError(f"{said} is not an option of drivetrain: {_instead(group, target)}")
     if cls.effect not in get_args(Effect):
