@@ -71,6 +71,13 @@ def test_the_process_is_as_it_was_also_after_a_run_that_failed(train, monkeypatc
         assert torch.get_float32_matmul_precision() == "highest"
 
 
+def test_a_loss_that_is_no_mean_is_refused_by_its_shape(train, monkeypatch):
+    monkeypatch.setattr("drivetrain.loss.classification.CrossEntropy.__call__", lambda _, output, target: output.logsumexp(1))
+    for words in (ALL["fp32"], ALL["amp"]):
+        with pytest.raises(UserError, match=r"has the shape \(12,\): return its mean"):
+            train(*words)
+
+
 def test_a_run_may_go_on_in_any_other_precision(tiny, tmp_path):
     part = drivetrain.train(tiny("model.hidden=[128,128]", "updates=2", "epochs=9"))
     for name, words in ALL.items():

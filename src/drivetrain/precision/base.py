@@ -38,11 +38,15 @@ _NULL = nullcontext()
 
 
 def backpropagate(loss: torch.Tensor, weight: torch.Tensor) -> None:
-    """Run `loss.backward(weight)` by torch's engine directly. Both are 0-d.
+    """Run `loss.backward(weight)` by torch's engine directly. Both are 0-d. Raises UserError where the loss is not.
 
     Tensor.backward first checks the gradient's shape, which costs about 10 µs a step, and 0.3 s at the first one to import
     symbolic shapes.
     """
+    if loss.ndim:
+        raise UserError(
+            f"the loss of a micro-batch has the shape {tuple(loss.shape)}: return its mean, a tensor without dimensions"
+        )
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
