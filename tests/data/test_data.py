@@ -154,7 +154,7 @@ def test_train_and_val_folders_are_taken_as_they_are(images):
 def layout(root: Path, *names: str, validation: str | None = "auto") -> list[str | None]:
     """The sets' folders that are found in a folder with these: "train/cat/1" is an image."""
     for name in names:
-        path = root / f"{name}.png"
+        path = root / (name if "." in name else f"{name}.png")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     named = None if validation == "auto" else [validation] if validation else []
@@ -216,6 +216,7 @@ def test_the_named_validation_folder_is_it(tmp_path):
         (["train/cat/1", "test/1"], "test/ holds no class folders, as train/ does"),
         (["test/cat/1", "cat/1", "dog/1"], "has test/ with class folders, but no train/"),
         (["train/1", "test/1"], "no class folders in train/ and test/"),
+        (["train/cat/1.npy", "test/cat/1.npy"], "in train/ and test/ with images (not read: 2 .npy)"),
         (["train/1", "val/cat/1"], "no class folders in train/"),
         (["a/cat/1", "a/dog/1", "b/cat/1", "b/dog/1"], "a/ and b/ hold folders of the same names, such as cat"),
         (["fold1/cat/1", "fold1/dog/1", "fold2/cat/1", "fold2/dog/1"], "hold folders of the same names"),
