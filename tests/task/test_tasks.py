@@ -104,6 +104,7 @@ def test_data_reads_what_the_task_wants():
         (["task=regression", "data=digits"], "set data=diabetes"),
         (["task=language_modelling", "data=digits"], "task=language_modelling wants the next token"),
         (["task=text_classification", "data=digits"], "wants sequences of tokens, which data=digits does not give"),
+        (["task=text_classification", "data=tabular"], "does not give: name its column of texts, as by data.columns=[NAME:text]"),
         (["task=segmentation", "model=mlp"], "model=mlp gives one output for an image"),
         (["model=unet"], "model=unet is for masks, and data=digits has none: set task=segmentation"),
         (["task=contrastive", "augment=[]"], "with augment=[] both are the same"),

@@ -250,8 +250,8 @@ def _check_classes(
     if flat and (sets or len(flat) == len(folders)):
         left = said(sum((folders[name].passed_over for name in flat), Counter()))
         raise UserError(
-            f"{root}: there are no class folders in {_listed(flat)} with images{f' (not read: {left})' if left else ''}: sort the "
-            f"images into one for each class, as {flat[0]}/cat"
+            f"{root}: there are no class folders in {_listed(flat)} with images{f' (not read: {left})' if left else ''}: sort "
+            f"the images into one for each class, as {flat[0]}/cat"
         )
     if alike:
         inside = class_folders(folders[alike[0]])

@@ -224,6 +224,8 @@ class Tabular(TabularData, FromFile[Cells, Known, "Rows | TextRows"], TextData):
     drop_last: bool = False
     baseline: bool = False
 
+    text_remedy = "name its column of texts, as by data.columns=[NAME:text]"
+
     def resolve(self, run: RunSpec) -> Self:
         tokens = run.model.has_tokenizer or "text" in self._types().values()
         return super(Tabular, self.with_values(tokens=tokens)).resolve(run)

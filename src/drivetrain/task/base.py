@@ -27,7 +27,8 @@ class Task(Option, groups.Task):
                 "another task"
             )
         elif self.tokens and run.data.tokens is False:
-            yield f"{name} wants sequences of tokens, which {data} does not give: set data={self.fitting_data}, or another task"
+            remedy = run.data.text_remedy or f"set data={self.fitting_data}, or another task"
+            yield f"{name} wants sequences of tokens, which {data} does not give: {remedy}"
 
 
 class Multilabel(Task):

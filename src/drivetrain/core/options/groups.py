@@ -162,6 +162,7 @@ class Data:
     reads_up_to: int | None = None  # tokens of each sample, in a stage that shortens them
     views = 1  # how many views the augmentation makes of each sample
     reads_rows = False  # `read_inputs` reads any file, and lines: they are tables
+    text_remedy = ""  # what makes its samples sequences of tokens, for messages
 
     @abstractmethod
     def with_values(self, **values: object) -> Self:
