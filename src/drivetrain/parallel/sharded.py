@@ -232,7 +232,8 @@ class Sharded(ProcessGroupStrategy):
         if not (run.optimizer.elementwise or run.optimizer.by_norms or run.optimizer.by_parameter):
             yield (
                 f"{run.named('optimizer')} does not declare that it updates each parameter separately, "
-                f"and {name} leaves each rank a part of them: set parallel=ddp, or another optimizer (adamw, lamb, muon)"
+                f"and {name} leaves each rank a part of them: set parallel=ddp, or another optimizer (adamw, lamb, muon), "
+                "or declare it in your own class: elementwise = True"
             )
         if run.precision.owns_weights and not (run.precision.divides_weights and self.own_forward):
             yield f"{run.named('precision')} and {name} exclude each other (both keep copies of the weights): set precision=bf16"
