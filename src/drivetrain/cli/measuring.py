@@ -22,10 +22,9 @@ def measuring(
 
     def work(given: argparse.Namespace) -> int:
         from drivetrain.measure import verbs
-        from drivetrain.run import directory
 
         values = [getattr(given, flag.removeprefix("--").replace("-", "_")) for flag in options or ()]
-        with verbs.into(getattr(given, "out", None)), directory.temporary():
+        with verbs.into(getattr(given, "out", None)):
             called = getattr(import_module(f"drivetrain.measure.{module}"), function)
             return int(called(given.overrides, given.config_dir, *values))
 

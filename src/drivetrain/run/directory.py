@@ -155,7 +155,8 @@ def working(place: Path, setting: str = "output_dir") -> Iterator[Path]:
             yield folder
         finally:
             files.remove(folder)
-            _remove_left(place)  # of this run's own processes, which it has killed
+            for each in (place, Path(tempfile.gettempdir())):
+                _remove_left(each)  # of this process's children, which it has killed
             for path in missing:
                 with contextlib.suppress(OSError):
                     path.rmdir()
