@@ -304,7 +304,9 @@ def test_a_wrong_file_is_named(name: str, text: str, says: str, installed: Path,
         assert says in said
 
 
-@pytest.mark.parametrize(("module", "says"), [("not_there", "no package not_there"), ("email", "email has no folder conf/")])
+@pytest.mark.parametrize(
+    ("module", "says"), [("not_there", "package not_there is missing"), ("email", "email has no folder conf/")]
+)
 def test_an_entry_point_without_options(
     module: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -363,7 +365,7 @@ def test_an_entry_point_that_is_no_module_is_named(
     install(tmp_path / "site", f"[drivetrain.options]\nx = {value}\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
     assert main(["list", "clip"]) == 0
-    assert "the installed package made-up says that" in capsys.readouterr().err
+    assert "the installed package made-up declares options in" in capsys.readouterr().err
 
 
 def test_two_options_of_one_name(installed: Path, tmp_path: Path) -> None:

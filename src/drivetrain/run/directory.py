@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.machine import files
+from drivetrain.core.machine import files, process
 from drivetrain.core.machine.paths import expanded
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def working(place: Path, setting: str = "output_dir") -> Iterator[Path]:
 def _remove_left(place: Path) -> None:
     for old in (*place.glob("drivetrain-run-????????"), *place.glob(".drivetrain-run-????????")):
         with contextlib.suppress(OSError):  # another process has removed it
-            begins = old.name.startswith(".") and time.time() - old.lstat().st_mtime < BEGINS_S
+            begins = old.name.startswith(".") and process.now() - old.lstat().st_mtime < BEGINS_S
             if not begins and not old.is_symlink() and not is_locked(old):
                 files.remove(old)
 
