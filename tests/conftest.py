@@ -1,7 +1,5 @@
 """Every test starts from a directory of its own, one thread, and runs of a second."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """The benchmarks run: short forms of both, their markers, and their arithmetic. Nothing here judges a time."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import pkgutil

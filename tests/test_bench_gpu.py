@@ -1,7 +1,5 @@
 """`python -m bench.gpu`: each stage runs on a CPU in small, so that it works on the day a device is there."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

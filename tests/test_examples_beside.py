@@ -1,7 +1,5 @@
 """The examples with a loop beside them: a run's losses, weights and figures are those of the loop, also killed and resumed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

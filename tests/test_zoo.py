@@ -1,7 +1,5 @@
 """The recipes that ship: each is good, and those that train in a second are held to what they claim."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

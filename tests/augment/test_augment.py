@@ -1,7 +1,5 @@
 """Augmentation belongs to the sample and the epoch, and does what it says."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

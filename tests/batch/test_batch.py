@@ -1,7 +1,5 @@
 """The samples of each update, and that splitting an update does not change it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """batch.plan=noise: the stages of batch size that follow from the noise scale which a run has logged."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import drivetrain

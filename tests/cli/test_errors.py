@@ -1,7 +1,5 @@
 """Bad input gets one clear answer: exit 2, the setting named, no traceback, nothing on disk, and torch only where it must be."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

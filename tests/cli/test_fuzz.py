@@ -1,7 +1,5 @@
 """Command lines of options, values, sweeps and verbs, well formed and not: each would start, or is refused in our words."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Iterator

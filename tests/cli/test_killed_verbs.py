@@ -3,8 +3,6 @@
 Of the verbs that measure, the first process is killed: its children end by themselves; what they leave goes with the next one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

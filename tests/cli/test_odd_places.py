@@ -1,7 +1,5 @@
 """A run is the same wherever it is made and however Python was started: odd names, hash seeds, -O, a decimal comma."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The command's other words: help, lists, recipes, the composed config, completion, an own config dir, a bare checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Composing: what the tests put together is what Hydra composes."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Words that Hydra's users type: each works, or one line says what to type. Nothing here trains."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Options from outside, one for each group: from a folder by --config-dir, and from an installed package by its entry point."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence

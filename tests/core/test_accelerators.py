@@ -1,7 +1,5 @@
 """Finding devices without starting them."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The roles of layers and parameters, in the networks of each library and in those of a user."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A run has a process as if it were new, and its caller has what he had set."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -1,7 +1,5 @@
 """Functions of the user's get what their parameters name."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import functools

@@ -1,7 +1,5 @@
 """Images of every kind are RGB, right side up, in the range of their set; those that cannot be read are named or skipped."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """data.baseline=true: scikit-learn's gradient boosting beside a model of a table, measured as that is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

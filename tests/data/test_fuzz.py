@@ -1,7 +1,5 @@
 """Data sets whose files were changed: indices, tables, lines, masks, headers of archives: read to the end, or refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

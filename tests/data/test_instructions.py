@@ -1,7 +1,5 @@
 """data=instructions: the chat template's text, targets at answers alone, cuts, packed rows, and two forms of sets."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

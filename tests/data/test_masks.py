@@ -1,7 +1,5 @@
 """Images with masks, and scenes of digits whose labels and masks are known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mixtures: the source of each position, what a run over several sources reads, and what cannot be mixed."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

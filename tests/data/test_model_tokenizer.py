@@ -1,7 +1,5 @@
 """The tokenizer of model=transformers is the data's: tokens, padding, cuts and masks are those of transformers itself."""
 
-from __future__ import annotations
-
 import json
 import logging
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Several validation or test sets with names: loaded, evaluated, selected by, resumed and evaluated again."""
 
-from __future__ import annotations
-
 import json
 import re
 import tarfile

@@ -1,7 +1,5 @@
 """A Dataset of the user's own: by name, trusted on the command line, its samples as batches: targets apart, stacked or padded."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """Tables: what people write in them is read as they mean it, by a schema that is decided once; or refused with file and line."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Texts: bytes of files and lines, their tokenizers, pieces with a class; and every token weighs the same wherever it stands."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A column of texts in a table: a model that has a tokenizer reads it, for a class, a number or labels."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Large texts are tokenized once into files, and are then the same samples as those read in memory."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

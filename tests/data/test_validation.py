@@ -1,7 +1,5 @@
 """Three sets: which samples are held out to select by, that nothing selects by the test set, and the fingerprint of training."""
 
-from __future__ import annotations
-
 import csv
 import random
 import re

@@ -1,7 +1,5 @@
 """A run that is told to stop while it waits for data: what it has is saved, and a resumed run ends with the same bits."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

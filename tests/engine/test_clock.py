@@ -1,7 +1,5 @@
 """Reported times are those of a synchronised clock, on a simulated device whose work is queued."""
 
-from __future__ import annotations
-
 import json
 import math
 

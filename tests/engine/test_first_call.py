@@ -1,7 +1,5 @@
 """One example: whatever tries the model before it trains takes the arguments of the first call that training makes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

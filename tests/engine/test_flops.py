@@ -1,7 +1,5 @@
 """A model's floating-point operations are counted as torch does, and nothing else happens; the peak comes from a table."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """Errors in code of the user's are told with what to set, and where they stand."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import sys

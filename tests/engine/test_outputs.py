@@ -1,7 +1,5 @@
 """The output of a model may be a tree: loss and metrics take it, or the run is refused before the first update."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import sys

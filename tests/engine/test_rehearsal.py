@@ -1,7 +1,5 @@
 """The record of made-up steps whose operations, bytes and peaks are known exactly."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Stages: a run in parts equals the run that is resumed there, and each part has its own settings."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Finished runs for the tests of this folder, each trained once."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`drivetrain predict` of task=instruction: answers as transformers generates them, drawn by (seed, row), in any blocks."""
 
-from __future__ import annotations
-
 import csv
 import json
 from functools import cache

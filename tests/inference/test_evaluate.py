@@ -1,7 +1,5 @@
 """`drivetrain evaluate` gives the figures of training: on one process, on ranks, of any checkpoint, on other data."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

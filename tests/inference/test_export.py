@@ -1,7 +1,5 @@
 """Exported files give the model's output in plain torch or onnxruntime, as the page shows; and the card of a run."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """`drivetrain.load` and `drivetrain.runs`, and what notebooks show."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """`drivetrain predict`: the answers of the evaluation, a row for each input, in order; and what verbs on a run refuse."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

@@ -1,7 +1,5 @@
 """The files of a run of model=transformers are read by transformers and by peft, and what peft leaves starts a run."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """A text model is served without drivetrain: as ONNX, of texts of any length, and as a folder of transformers."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

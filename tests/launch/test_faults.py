@@ -1,7 +1,5 @@
 """Ranks by any launcher and on several machines: one run, one result, and its end when something happens to one of them."""
 
-from __future__ import annotations
-
 import os
 import re
 import select

@@ -1,7 +1,5 @@
 """Heartbeats, the rendezvous, and the directory that all ranks write to."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

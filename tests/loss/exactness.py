@@ -1,7 +1,5 @@
 """An update as its parts: micro-batches, and ranks as threads that meet in all_reduce_sum."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Sequence

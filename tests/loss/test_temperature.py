@@ -1,7 +1,5 @@
 """loss.temperature=learned: a weight of the model, which is trained, clamped, averaged, saved and written as CLIP's is."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A loss that names `model` is a training step: it calls the model itself, and nothing else about the run changes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

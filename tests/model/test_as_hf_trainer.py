@@ -1,7 +1,5 @@
 """model=transformers takes the updates of Hugging Face's own Trainer: equal losses from equal weights and samples, in float32."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -1,7 +1,5 @@
 """Folders of strangers whose files were changed: models of transformers with their tokenizers, and adapters of peft."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable

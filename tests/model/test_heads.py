@@ -3,8 +3,6 @@
 Where Hugging Face's model computes the loss itself, it is the same.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

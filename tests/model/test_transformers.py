@@ -1,7 +1,5 @@
 """model=transformers: its heads, its config, its weights, and the techniques on it. Models are tiny, made from configs."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Optimizers in whole runs: their parameter groups, the weights that are saved, and those that run an update themselves."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

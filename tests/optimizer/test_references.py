@@ -1,7 +1,5 @@
 """Every optimizer against its paper: float64, twelve steps, two kinds of groups, gradients that are missing or zero."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

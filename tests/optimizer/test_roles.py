@@ -1,7 +1,5 @@
 """What optimizers ask of a network's parts: Muon for its hidden matrices, all of them for sparse gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The state of an optimizer: resumed bit for bit, loadable without pickles, skipped where there is no gradient, never sparse."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import subprocess

@@ -1,7 +1,5 @@
 """Two real ranks: forked processes that meet over gloo."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import socket

@@ -1,7 +1,5 @@
 """The cuts of a model's row of blocks: estimated, balanced, and only where the stages come to the model's own output."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """With more than two ranks the order of sums over them counts: a resumed run adds in the order of the unbroken one."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

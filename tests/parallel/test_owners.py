@@ -1,7 +1,5 @@
 """Optimizer states shared over ranks (ZeRO-1): the same bits as under ddp, and a share of the states on each rank."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

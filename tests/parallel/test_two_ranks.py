@@ -1,7 +1,5 @@
 """Unit tests of two real ranks: forked processes, each of which builds its part of a tiny run."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Options that need whole layers equal one process where each rank holds a part of them, and go on exactly from a checkpoint."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import pickle

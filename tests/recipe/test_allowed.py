@@ -1,7 +1,5 @@
 """Recipes and runs' folders may be a stranger's: what they hold is of a list, in bounds, or refused before it has an effect."""
 
-from __future__ import annotations
-
 import colorsys
 import inspect
 import json

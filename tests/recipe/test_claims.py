@@ -1,7 +1,5 @@
 """A recipe's claim is a stranger's text: every kind is read, checked with its line, and written again as it was."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """recipe= takes names, files, and pinned https addresses."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

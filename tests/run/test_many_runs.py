@@ -1,7 +1,5 @@
 """What a process holds stays the same, however many runs, updates and evaluations it makes: descriptors, threads and memory."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

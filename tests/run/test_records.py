@@ -1,7 +1,5 @@
 """metrics.jsonl with spoilt lines: what can be read is kept, and resuming and reporting go on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

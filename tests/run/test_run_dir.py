@@ -1,7 +1,5 @@
 """The files that a run leaves, to the letter: a run that is done, runs that fail, and four that start at the same moment."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """Runs that tests of saving share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs and sweeps whose files were changed, read by `resume=`, `report`, `recipe diff` and others; and what that found."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

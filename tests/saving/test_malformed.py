@@ -1,7 +1,5 @@
 """Checkpoints that are no longer, or never were, what a run writes: named, passed over, and read within limits."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """A run that was stopped anywhere, by whatever, and gone on with ends as if nothing had happened."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

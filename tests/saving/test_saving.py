@@ -1,7 +1,5 @@
 """When states are saved, and which are kept."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

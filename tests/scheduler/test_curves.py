@@ -1,7 +1,5 @@
 """Every curve against torch's or timm's scheduler at every update, momentum too; lengths, rules and remarks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A program that gives commands one after the other in an interpreter of its own, and tells what each said and imported."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Costs to plant, each on a line with a mark, for the doctor to find: data, a model and a loss as a user would write them."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import NamedTuple

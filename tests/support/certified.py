@@ -1,7 +1,5 @@
 """Runs that are certified within the test's own process: quick, and a fault can be put into the trainer that is recorded."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial

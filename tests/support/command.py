@@ -1,7 +1,5 @@
 """Run the command as a user does, in a process of its own, and read what it left."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

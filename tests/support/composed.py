@@ -5,8 +5,6 @@ with the contents of their files; `tests/config/test_compose.py` compares the tw
 (`own_process`) have every config composed by Hydra as a whole.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 from typing import Any

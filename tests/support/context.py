@@ -1,7 +1,5 @@
 """A build context for options that are built by themselves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

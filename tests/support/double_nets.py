@@ -1,7 +1,5 @@
 """A vision transformer in float64, for comparisons in which equal means equal to the last digits (trust=[double_nets])."""
 
-from __future__ import annotations
-
 import math
 
 import torch

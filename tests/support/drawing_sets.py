@@ -1,7 +1,5 @@
 """Datasets that draw random numbers, each in another way, and a function that makes batches and draws (trust=[drawing_sets])."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from typing import Any

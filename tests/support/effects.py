@@ -1,7 +1,5 @@
 """The effects of code on the machine, as Python's audit events tell it: files, folders, processes, sockets, imports."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

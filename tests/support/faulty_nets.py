@@ -1,7 +1,5 @@
 """Networks to which something happens in training, once, on one rank: used with trust=[faulty_nets]."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import resource

@@ -13,8 +13,6 @@ imports, and each of them asks it for its commands by a socket of its own.
 The server runs this file as a script. It has run nothing of torch and has started no thread, so that its children may fork.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

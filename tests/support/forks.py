@@ -6,8 +6,6 @@ started CUDA in it. `python -m tests.support.forks WAY …` takes these ways and
 `python -m tests.support.forks stop WAY …` is told to stop on each way, when its forked processes do nothing for ever.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The keys of the JSON files that measuring commands write: others read them, so that they change on purpose alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packages of others, imported when a test first uses them: to collect the suite takes none of them."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

@@ -3,8 +3,6 @@
 The operations are those of a CPU, whose backward, fused updates and loaders call the same ones as a GPU's.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Whatever a test starts ends with pytest, also where pytest is killed: a process beside it waits for that."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """One page of each kind, made from figures by hand: no run, no measurement."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Runs the notebook of the examples as Jupyter does. `python -m tests.support.notebook` stores what its cells show."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import contextlib

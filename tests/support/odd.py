@@ -3,8 +3,6 @@
 A test draws a few of each kind. `make fuzz` draws 10,000.
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import os

@@ -1,7 +1,5 @@
 """The things that every page must have, read from its HTML; and one page of each kind, made without a run."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 VOID = {"meta", "br", "img", "input", "link", "hr", "wbr"}

@@ -3,8 +3,6 @@
 `python -m bench.pairwise` tries every pair and writes outputs/pairwise.md; the suite tries a sample.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

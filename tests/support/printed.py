@@ -3,8 +3,6 @@
 `python -m tests.support.printed WORD …` runs one command with settings added that make it small.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

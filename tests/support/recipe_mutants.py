@@ -1,7 +1,5 @@
 """Texts of recipes, made at random: those that ship and made ones, with changes of their structure and of their text."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compares two runs that should have come to the same end, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small data sets in the forms that options read, for the tests that run every option."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

@@ -1,7 +1,5 @@
 """A simulated accelerator: work is queued, and the host waits for it only when it synchronises. Its clock is a number."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

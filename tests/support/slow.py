@@ -1,7 +1,5 @@
 """Parameters of which the normal suite runs some, and `make test-slow` all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packages that need a GPU or are seldom installed, by modules of the same names that compute the same on any device."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 from pathlib import Path

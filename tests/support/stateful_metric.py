@@ -1,7 +1,5 @@
 """A metric that keeps a state over evaluations (trust=[stateful_metric]): importing torchmetrics takes more than a second."""
 
-from __future__ import annotations
-
 import torch
 import torchmetrics
 

@@ -1,7 +1,5 @@
 """A loss, a Dataset and a function that makes batches that keep a state (trust=[stateful_parts])."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

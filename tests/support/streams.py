@@ -1,7 +1,5 @@
 """Streams with a state, whose samples draw random numbers (trust=[streams])."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

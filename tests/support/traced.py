@@ -4,8 +4,6 @@ Where TRACED is in the environment, importing this asks the kernel to halt the p
 no other, for the tracer of bench.syscalls. Without a tracer these calls fail, so nothing else may set it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json

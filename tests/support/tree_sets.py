@@ -1,7 +1,5 @@
 """Datasets whose samples are dicts and tuples, and networks for them (trust=[tree_sets])."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Waiting for an event, however busy the machine is: under one limit, which is reached only where the event never comes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TypeVar

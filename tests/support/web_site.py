@@ -1,7 +1,5 @@
 """Servers on this machine that stand in for the web."""
 
-from __future__ import annotations
-
 import ssl
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """`-m`: each combination is a run of its own; one that fails takes nothing with it, and the exit code and the table say so."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """The parts of a sweep by themselves: its words, its space, what is left of it, its table, and its jobs as tasks of Ray."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """A task sets data, model, loss and metrics in one word; the command line and recipes go before it."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

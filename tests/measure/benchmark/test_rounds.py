@@ -1,7 +1,5 @@
 """Rounds of a benchmark: who is live beside whom, by a simulated memory; and ranks that pause together."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import multiprocessing

@@ -1,7 +1,5 @@
 """Training scripts of Lightning and of Hugging Face's Trainer are compared as they are: one rate learns, and one does not."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Verdicts on quality: which figures decide, how sure for several variants and looks, and the seeds that they rest on."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

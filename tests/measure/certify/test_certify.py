@@ -1,7 +1,5 @@
 """`drivetrain certify`: its two sides, its answers and their exit codes, and what it refuses. With ranks in the slow suite."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`drivetrain recipe export RUN [RUN …] [FILE]`: one config, its seeds, and what they measured."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """`drivetrain recipe verify`: each kind of a claim, held against runs that were made up, and once against true ones."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

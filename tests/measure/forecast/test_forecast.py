@@ -1,7 +1,5 @@
 """Forecasts of small runs, in process: what techniques change, the measured peak, and the arithmetic on made-up figures."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

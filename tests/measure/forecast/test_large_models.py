@@ -1,7 +1,5 @@
 """Models whose weights this machine would have no room for: their forecast is made of shapes alone, from a config file."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

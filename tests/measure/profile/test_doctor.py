@@ -1,7 +1,5 @@
 """`drivetrain doctor`: the planted bottleneck is the one that it names, with its line, and what it prescribes is proven."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
