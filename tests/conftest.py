@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits by sp
 from drivetrain.core.machine import signals
 from drivetrain.core.machine.isolation import isolated
 from tests.support import composed, fork_server, leftovers
+from tests.support.refusals import problems_of
 
 sys.dont_write_bytecode = False
 leftovers.end_with_pytest()
@@ -175,10 +176,10 @@ def import_from(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], No
 
 @pytest.fixture
 def train(tiny: Callable[..., list[str]]) -> Callable[..., Any]:
-    """Train a tiny run with these words to its end; its result."""
-    import drivetrain
+    """Train a tiny run with these words to its end, which is `ends`, after `updates`; its result."""
+    from tests.support.to_end import run_to_end
 
-    return lambda *words: drivetrain.train(tiny(*words))
+    return lambda *words, **end: run_to_end(tiny(*words), **end)
 
 
 @pytest.fixture
@@ -215,6 +216,18 @@ def make(tiny: Callable[..., list[str]], trainer_of: Callable[..., Any]) -> Call
 
 
 @pytest.fixture
+def fitted(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`fitted(*overrides)`: the trainer of a tiny run, which it has trained to its end."""
+
+    def built(*words: str, **where: Any) -> Any:
+        trainer = make(*words, **where)
+        trainer.fit()
+        return trainer
+
+    return built
+
+
+@pytest.fixture
 def logged(make: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
     """`logged(*overrides)`: the lines that building a tiny run logs."""
 
@@ -230,13 +243,10 @@ def logged(make: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> Callab
 def problems(tiny: Callable[..., list[str]]) -> Callable[..., list[str]]:
     """The problems for which a tiny run with these words is refused; it must be."""
     from drivetrain.config import validate as check
-    from drivetrain.core.errors import UserError
     from drivetrain.launch import launcher
 
     def told(*words: str) -> list[str]:
-        with pytest.raises(UserError) as refused:
-            check.validate_device(launcher.prepare(tiny(*words)).run)
-        return refused.value.problems
+        return problems_of(lambda: check.validate_device(launcher.prepare(tiny(*words)).run))
 
     return told
 

@@ -21,6 +21,7 @@ from bench.gpu.speed import Loop
 from drivetrain.config.catalog import LISTS, options
 from drivetrain.core.machine.signals import StopFlag
 from drivetrain.launch import launcher
+from tests.support.put import put
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -176,8 +177,7 @@ def test_the_compilers_cache_travels_where_it_is_small(tmp_path: Path, monkeypat
     monkeypatch.setattr(campaign, "CARRIED", tmp_path / "carried")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "first"))
     cache = campaign.cache_folder()
-    (cache / "fxgraph").mkdir(parents=True)
-    (cache / "fxgraph" / "kernel").write_bytes(kernel := random.Random(0).randbytes(400))
+    put(cache / "fxgraph" / "kernel", kernel := random.Random(0).randbytes(400))
     monkeypatch.setattr(campaign, "LARGEST", 350)  # of two pieces
     campaign.keep_cache(cache, tmp_path / "carried")
     assert len(list((tmp_path / "carried").iterdir())) == 2

@@ -15,7 +15,6 @@ import pytest
 import safetensors.torch
 from PIL import Image
 
-import drivetrain
 from drivetrain.config import catalog, schema
 from drivetrain.config import validate as check
 from drivetrain.config.catalog import LISTS, key_lines, option_files, options, shipped_targets
@@ -33,6 +32,7 @@ from drivetrain.saving import manifest
 from drivetrain.testing import contract_problems
 from tests.support import sets
 from tests.support.pairwise import TARGETS
+from tests.support.to_end import continued, run_to_end
 
 Option = tuple[str, str]  # group, name
 FILES = {(group, name): file for group, files in option_files().items() for name, file in files.items()}
@@ -358,8 +358,7 @@ def words_of_row(row: Iterable[Option], beside: bool = True) -> list[str]:
 def train_row(tiny: Callable[..., list[str]], row: Sequence[Option], resumes: bool = False) -> None:
     """Two updates and a checkpoint that is whole; a resume goes on with the third. Raises UserError for a refusal."""
     words = words_of_row(row)
-    first = drivetrain.train(tiny(*words))
-    assert (first.status, first.updates) == ("completed", 2), first.error
+    first = run_to_end(tiny(*words), updates=2)
     run_dir = Path(first.run_dir)
     loss = next(value for name, value in first.judged("final").items() if name.rpartition("/")[2] == "loss")
     assert math.isfinite(loss)
@@ -369,8 +368,7 @@ def train_row(tiny: Callable[..., list[str]], row: Sequence[Option], resumes: bo
     assert problem is None, problem
     assert saved.exists() != (("saving", "none") in row)
     if resumes or is_resumed(row):
-        again = drivetrain.train([f"resume={run_dir}", "updates=3"])
-        assert (again.status, again.updates) == ("completed", 3), again.error
+        again = continued(run_dir, "updates=3", updates=3)
         assert again.run_dir.resolve() == run_dir.resolve()
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         assert [r["update"] for r in records if r["event"] == "train"] == [1, 2, 3]
@@ -605,7 +603,7 @@ def test_every_group_has_its_off_switch_or_a_default():
     assert not names & {"on", "off", "yes", "no", "true", "false", "null", "y", "n"}  # YAML reads those as something else
 
 
-def test_the_defaults_are_a_good_run(tmp_path):
+def test_the_defaults_are_a_good_run():
     job = launcher.prepare([])
     assert not job.notices
     check.validate_device(job.run)

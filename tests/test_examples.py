@@ -16,7 +16,6 @@ import pytest
 import safetensors.torch
 import torch
 
-import drivetrain
 from drivetrain.cli.main import main
 from drivetrain.core.errors import UserError
 from drivetrain.core.machine.paths import add_import_paths
@@ -27,6 +26,8 @@ from drivetrain.recipe import reader as recipe
 from drivetrain.sweeps import store
 from drivetrain.testing import contract_problems
 from tests.support.command import ROOT, checkpoints, only_run, records, run
+from tests.support.put import put
+from tests.support.to_end import run_to_end
 
 HERE = ROOT / "examples/slow_loss"
 GIVEN = ("-cd", str(HERE / "conf"), f"recipe={HERE / 'find.yaml'}", "trust=[anomaly]", "runtime.threads=1")
@@ -338,8 +339,7 @@ def plugin(tmp_path, my_pkg, monkeypatch):
     site, name = tmp_path / "site", project["name"].replace("-", "_")
     shutil.copytree(EXTENDING / "my_pkg", site / "my_pkg")
     info = site / f"{name}-{project['version']}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    put(info / "METADATA", f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
     lines = []
     for group, entries in project["entry-points"].items():
         lines += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items())]
@@ -437,7 +437,6 @@ def test_the_command_of_the_docs_trains_on_dicts(monkeypatch, tmp_path):
     text = re.search(r"drivetrain train (data=own data\.target=my_lines.*?)\n\n", (ROOT / "docs/data.md").read_text(), re.S)[1]
     monkeypatch.syspath_prepend(SAMPLES)
     monkeypatch.setattr("my_lines.MODULES", (heapq, textwrap, shlex))
-    result = drivetrain.train([*shlex.split(text.replace("\\\n", " ")), "updates=20", "batch=bucketed", f"output_dir={tmp_path}"])
-    assert result.status == "completed", result.error
+    result = run_to_end([*shlex.split(text.replace("\\\n", " ")), "updates=20", "batch=bucketed", f"output_dir={tmp_path}"])
     assert result.judged("final")["accuracy"] > 0.5
     assert result.judged("final")["loss"] < 1.0  # of three modules by chance: 1.1

@@ -21,6 +21,7 @@ from tests.saving.test_resume import stop_at  # noqa: F401 (fixture)
 from tests.support import command
 from tests.support.command import ROOT, only_run
 from tests.support.same_end import differences
+from tests.support.to_end import continued, run_to_end
 
 
 class Example(NamedTuple):
@@ -124,11 +125,9 @@ def test_it_trains_as_the_loop_beside_it(name: str, example: Callable[[str], Tra
 )
 def test_it_resumes_exactly_in_the_middle_of_an_epoch(name, middle, words, stop_at):  # noqa: F811
     given = words(name)
-    whole = drivetrain.train(given)
-    assert (whole.status, whole.error) == ("completed", None)
+    whole = run_to_end(given)
     stop_at(middle)
-    stopped = drivetrain.train(given)
-    assert (stopped.status, stopped.updates) == ("interrupted", middle)
+    stopped = run_to_end(given, updates=middle, ends="interrupted")
     stop_at(None)
     rest = drivetrain.train([f"resume={stopped.run_dir}"])
     assert differences(rest.run_dir, whole.run_dir) == []
@@ -157,8 +156,7 @@ def test_a_stream_that_is_killed_goes_on(words, example, tmp_path, monkeypatch):
     assert command.train(*given, cwd=tmp_path, env={"PYTHONPATH": places}).code == -signal.SIGKILL
     run = only_run(tmp_path / "outputs")
     monkeypatch.syspath_prepend(tmp_path)
-    rest = drivetrain.train([f"resume={run}"])
-    assert (rest.status, rest.updates) == ("completed", 100)
+    continued(run, updates=100)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = {line["update"]: [line["loss"]] for line in lines if line["event"] == "train"}
     assert [losses[update] for update in range(1, 101)] == [

@@ -22,6 +22,7 @@ from drivetrain.recipe import lookup
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.claims import Claim, DeviceSection, Memory, Quality
 from drivetrain.run.reader import read
+from tests.support.put import put
 
 NAMES = sorted(file.stem for file in recipes_dir().glob("*.yaml"))
 QUICK = ("digits_fast", "digits_small")  # less than a second of training each
@@ -177,8 +178,7 @@ def test_only_what_is_missing_is_trained(tmp_path: Path, monkeypatch: pytest.Mon
         for seed in given["runtime.seed"].split(","):
             job = checked(compose([f"recipe={given['recipe']}", f"runtime.seed={seed}", *zoo.COMMON]))
             folder = Path(given["output_dir"]) / seed
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "result.json").write_text(json.dumps({"status": "completed", "config_hash": job.config_hash}))
+            put(folder / "result.json", json.dumps({"status": "completed", "config_hash": job.config_hash}))
 
     monkeypatch.setattr(zoo, "_train", train)
     plan = zoo.Plan(seeds=2)

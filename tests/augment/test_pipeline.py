@@ -405,8 +405,7 @@ def test_one_batch_by_heart_needs_no_partners(make):
 
 @pytest.mark.parametrize("words", [["loss=bce", "loss.target_threshold=0.2"], ["batch.preallocate=true"]], ids=" ".join)
 def test_mixing_goes_with(train, words):
-    result = train(*SOFT, *words)
-    assert (result.status, result.updates) == ("completed", 2), result.error
+    train(*SOFT, *words, updates=2)
 
 
 def test_what_is_held_on_the_device_is_whole(files):

@@ -72,13 +72,12 @@ def train(tmp_path, *words):
     ],
     ids=["first", "later"],
 )
-def test_out_of_memory_doubles_the_steps_and_repeats_the_update(make, net, caplog, words, plain, cut):
+def test_out_of_memory_doubles_the_steps_and_repeats_the_update(fitted, net, caplog, words, plain, cut):
     ends = []
     for given in (plain, cut):
         kwargs = ", ".join(f"{key}: {value}" for key, value in given.items())
         own = [*TINY, *net("Net"), f"model.kwargs={{{kwargs}}}", "updates=6", "saving=none"]
-        trainer = make(*own, *words, "batch.global_batch=32")
-        trainer.fit()
+        trainer = fitted(*own, *words, "batch.global_batch=32")
         ends.append((trainer.model.state_dict(), [r["loss"] for r in trainer.log.writers[0] if r["event"] == "train"]))
         assert any("out of memory" in line for line in caplog.messages) == (given is cut)
     (whole, losses), (split, of_cut) = ends
@@ -202,11 +201,10 @@ def test_growth_multiplies_updates_not_micro_batches():
     assert batch.consumed(40, 3, 1, drop_last=True) == 40 + 40 + 32 + 16
 
 
-def test_preallocation_changes_nothing_but_memory(make):
+def test_preallocation_changes_nothing_but_memory(fitted):
     ends = []
     for claims in ("false", "true"):
-        trainer = make("model=resnet9", "model.width=4", f"batch.preallocate={claims}")
-        trainer.fit()
+        trainer = fitted("model=resnet9", "model.width=4", f"batch.preallocate={claims}")
         ends.append(trainer.model.state_dict())
     assert all(torch.equal(ends[1][name], weight) for name, weight in ends[0].items())
 

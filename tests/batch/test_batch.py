@@ -449,7 +449,6 @@ def test_what_it_saves_is_said_at_the_start(make, caplog):
 
 def test_one_batch_learnt_by_heart_is_the_one_that_is_evaluated(train):
     result = train(*GPT, "debug=overfit", "debug.updates=30", "optimizer=adamw", "optimizer.lr=0.01", "updates=null")
-    assert result.status == "completed", result.error
     assert result.judged("final")["loss"] < 4
 
 

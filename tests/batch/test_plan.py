@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import drivetrain
 from drivetrain.launch.batch_plan import stages
 from drivetrain.launch.launcher import prepare
+from tests.support.to_end import run_to_end
 
 PLANNED = [
     "batch=accumulate", "batch.accumulation_steps=2", "batch.plan=noise", "batch.global_batch=12", "epochs=3", "updates=null",
@@ -18,9 +18,8 @@ def test_a_batch_doubles_up_to_the_median_noise_scale_of_its_epoch_and_never_fal
     assert stages([], 3, 16, 1000) == [(3, 16)]
 
 
-def test_a_run_writes_a_recipe_with_its_stages_which_trains(train: Any, monkeypatch: Any) -> None:
+def test_a_run_writes_a_recipe_with_its_stages_which_trains(train: Any) -> None:
     made = train(*PLANNED, "saving=none")
-    assert made.status == "completed", made.error
     planned = made.run_dir / "planned.yaml"
     job = prepare([f"recipe={planned}"])
     batches = [(stage.run.batch.global_batch, stage.run.batch.accumulation_steps) for stage in job.run.stages]
@@ -35,8 +34,7 @@ def test_a_planned_recipe_trains_each_stage_with_its_batch(train: Any, monkeypat
 
     monkeypatch.setattr(batch_plan, "stages", lambda *_: [(1, 12), (3, 24)])
     made = train(*PLANNED, "saving=none")
-    again = drivetrain.train([f"recipe={made.run_dir / 'planned.yaml'}", f"output_dir={made.run_dir.parent}"])
-    assert again.status == "completed", again.error
+    again = run_to_end([f"recipe={made.run_dir / 'planned.yaml'}", f"output_dir={made.run_dir.parent}"])
     stages_ = prepare([f"recipe={made.run_dir / 'planned.yaml'}"]).run.stages
     assert [(each.run.batch.global_batch, each.run.batch.accumulation_steps) for each in stages_] == [(12, 2), (24, 4)]
     assert again.updates < made.updates

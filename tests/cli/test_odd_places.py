@@ -12,6 +12,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
 from tests.support import command, slow
 from tests.support.command import result, weights
+from tests.support.refusals import problems_of
 
 NAMES = (
     "a=b,c", "new\nline", "ünï ☃", "it's", '"', "[1,2]", "{x}", "${y}", "${oc.env:HOME}", "#", "per%cent", "~tilde", "*?", "a:b",
@@ -63,9 +64,7 @@ def test_every_verb_works_in_a_folder_of_an_odd_name(name, plain, tmp_path, monk
 
 def test_a_path_with_a_sign_of_the_grammar_is_shown_in_its_quotes(tmp_path):
     for name in ("[1,2]", "it's", "#", "a=b", "{x}", "new\nline"):
-        with pytest.raises(UserError) as refused:
-            prepare([f"output_dir=/tmp/{name}/runs"])
-        (problem,) = refused.value.problems
+        (problem,) = problems_of(prepare, [f"output_dir=/tmp/{name}/runs"])
         word = subprocess.run(["sh", "-c", f"printf %s {problem.split(', as ')[1]}"], capture_output=True, text=True, check=True)
         assert prepare([word.stdout]).composed.plain["output_dir"] == f"/tmp/{name}/runs"
 

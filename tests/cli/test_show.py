@@ -24,6 +24,7 @@ from drivetrain.data.masks import Masks
 from drivetrain.launch.job import prepare
 from drivetrain.ui import plots
 from tests.support import sets
+from tests.support.put import put
 
 # Unicode's Braille: the bit of each dot of a character, by row and column.
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -180,8 +181,7 @@ def test_the_data_of_training_is_drawn_beside_what_augmentation_makes_of_it(tmp_
     noise, root = np.random.default_rng(0), tmp_path / "set"
     for n in range(40):
         file = root / "ab"[n % 2] / f"{n}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(noise.integers(0, 255, (96, 96, 3), dtype=np.uint8)).save(file)
+        put(file, Image.fromarray(noise.integers(0, 255, (96, 96, 3), dtype=np.uint8)))
     words = ["data=imagefolder", f"data.root={root}", "data.size=96", "data.holdout=0.3", "augment=[flip_crop]"]
     told = says("show", *words, "--data", tmp_path / "page.html")
     assert "inputs: images of 96×96, as 96×96" in told

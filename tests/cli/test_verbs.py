@@ -35,6 +35,7 @@ from tests.support.command import (
     weights,
     with_own_nets,
 )  # fmt: skip
+from tests.support.put import put
 
 GROUPS = {p.name: sorted(f.stem for f in p.glob("[!_]*.yaml")) for p in sorted((ROOT / "conf").iterdir()) if p.is_dir()}
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -245,8 +246,7 @@ CFG = ("train", "--cfg", "job")
 
 def test_recipe_list_and_show(tmp_path: Path, here: Callable[..., Done]) -> None:
     """All that ship, each with its line; each shown to the letter; the user's own beside them."""
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "mine.yaml").write_text("description: my own words\nepochs: 3\n")
+    put(tmp_path / "recipes" / "mine.yaml", "description: my own words\nepochs: 3\n")
     said = good(here("recipe", "list"))
     shipped = {p.stem for p in (ROOT / "recipes").glob("*.yaml")}
     assert shipped >= {"naive", "default", "fast", "speed_ladder"}
@@ -468,8 +468,7 @@ def own_option(place: Path, text: str, group: str = "model", name: str = "mynet"
     """A directory with my_nets.py and conf/<group>/<name>.yaml."""
     with_own_nets(place)
     file = place / "conf" / group / f"{name}.yaml"
-    file.parent.mkdir(parents=True)
-    file.write_text(text)
+    put(file, text)
     return place
 
 

@@ -53,11 +53,10 @@ def test_a_record_has_the_mean_norm_of_its_updates_before_clipping(make, float64
     assert records[0]["grad_norm"] == pytest.approx(float(gradient.norm()))
 
 
-def test_a_norm_below_the_limit_is_left_alone(make, float64):
+def test_a_norm_below_the_limit_is_left_alone(fitted, float64):
     ends = []
     for words in ([], ["clip=norm", "clip.max_norm=1e6"]):
-        trainer = make(*SGD, *words)
-        trainer.fit()
+        trainer = fitted(*SGD, *words)
         ends.append(flat(trainer.model.parameters()))
     assert torch.equal(*ends)
 
@@ -143,11 +142,10 @@ def test_agc_lets_weights_of_zero_move_and_gradients_of_zero_stay():
     torch.testing.assert_close(weight.grad, torch.tensor([[0.03, 0.04, 0.0], [0.0, 0.0, 0.0]]))
 
 
-def test_agc_bounds_biases_too_though_the_optimizer_has_them_in_a_group_after_all_weights(make, monkeypatch):
+def test_agc_bounds_biases_too_though_the_optimizer_has_them_in_a_group_after_all_weights(fitted, monkeypatch):
     bounded: list[torch.Tensor] = []
     monkeypatch.setattr(Agc, "_clip", lambda self, weights, *_: bounded.extend(weights))
-    trainer = make("clip=agc", "optimizer=adamw", "optimizer.weight_decay=0.1", "model.hidden=[16,16]", "updates=1")
-    trainer.fit()
+    trainer = fitted("clip=agc", "optimizer=adamw", "optimizer.weight_decay=0.1", "model.hidden=[16,16]", "updates=1")
     names = {p.data_ptr(): name for name, p in trainer.model.named_parameters()}
     assert [names[weight.data_ptr()] for weight in bounded] == [name for name in names.values() if not name.startswith("head.")]
 
@@ -162,11 +160,10 @@ def test_parameters_without_a_gradient_are_passed_over(clip):
 
 
 @pytest.mark.parametrize("kind", BITES)
-def test_it_bites_and_accumulation_changes_nothing(make, float64, kind):
+def test_it_bites_and_accumulation_changes_nothing(fitted, float64, kind):
     ends = []
     for words in (["clip=none"], BITES[kind], [*BITES[kind], "batch=accumulate", "batch.accumulation_steps=3"]):
-        trainer = make(*PLAIN_SGD, *words, "updates=3")
-        trainer.fit()
+        trainer = fitted(*PLAIN_SGD, *words, "updates=3")
         assert trainer.progress.updates == 3
         ends.append(flat(trainer.model.parameters()))
     assert float((ends[0] - ends[1]).abs().max()) > 1e-4
@@ -227,11 +224,10 @@ def test_an_update_whose_gradient_stands_out_is_skipped_and_nothing_moves(make, 
     assert planted.rates[9][:2] == planted.rates[10][:2]  # the next attempt is of the same update, at the same rate
 
 
-def test_without_spikes_it_is_exact_and_its_norms_are_saved(make, float64):
+def test_without_spikes_it_is_exact_and_its_norms_are_saved(fitted, float64):
     ends = []
     for words in (["clip=none", *SPIKE[3:]], SPIKE):
-        trainer = make(*words)
-        trainer.fit()
+        trainer = fitted(*words)
         ends.append(flat(trainer.model.parameters()))
     assert torch.equal(*ends)
     (state,) = trainer.owned.state_dict()["ranks"]

@@ -105,11 +105,10 @@ def test_updates_that_are_replayed_together_are_those_of_one_by_one(count, more)
     assert launches[:-3] == [0] * 7 + [2] * 2, "rates and graph; the last ones fetch an epoch, take it, and write a record"
 
 
-def test_a_graph_gathers_images_in_their_order_of_memory(count, make):
+def test_a_graph_gathers_images_in_their_order_of_memory(count, fitted):
     """As the loader hands them over one by one."""
     words = [*IMAGES, "compile=step", "loader=resident", "updates=9", "batch.global_batch=16", "saving=none", "log_every=99"]
-    plain = make(*words)
-    plain.fit()
+    plain = fitted(*words)
     updates, graph = count(*words, settings={"_together": 2})
     assert torch.equal(ends(plain)[0], ends(graph)[0])
     assert sum(each["replay"] for each in updates) == 2  # of nine: eager, recorded, alone, two loading kernels, 2 × 2 replayed

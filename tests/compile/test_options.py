@@ -133,13 +133,12 @@ VIT += ["+model.kwargs.patch_size=8", "+model.kwargs.depth=2", "+model.kwargs.em
 
 
 @pytest.mark.parametrize("policy", slow.but("products".__eq__, ["products", "half", "attention"]))
-def test_a_recorded_step_recomputes_what_the_policy_does_not_keep(make, recorded, policy):
+def test_a_recorded_step_recomputes_what_the_policy_does_not_keep(fitted, recorded, policy):
     """With dropout everywhere: what is recomputed draws nothing again, so that all weights are those without, bit for bit."""
     words = [*VIT, "+model.kwargs.proj_drop_rate=0.2", "+model.kwargs.attn_drop_rate=0.2", "updates=3", "compile=step"]
     ends = []
     for option in (["none"], ["blocks"], ["selective", "checkpointing.min_depth=1", f"checkpointing.policy={policy}"]):
-        trainer = make(*words, *(f"checkpointing={o}" if "." not in o else o for o in option))
-        trainer.fit()
+        trainer = fitted(*words, *(f"checkpointing={o}" if "." not in o else o for o in option))
         ends.append(trainer.model.state_dict())
     none, blocks, selective = (Counter(str(node.target) for node in graph.graph.nodes) for graph in recorded)
     kept = {"products": none["aten.addmm.default"], "attention": blocks["aten.addmm.default"]}
@@ -269,7 +268,7 @@ def test_a_step_that_cannot_be_a_graph_says_why_and_goes_on(train, recorded, com
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["inductor", "regional", "step"])
-def test_inductor_itself_trains_the_same(train, make, option):
+def test_inductor_itself_trains_the_same(train, option):
     words = ["model=resnet9", "model.width=8", "optimizer.lr=0.01", "updates=6", "epochs=2"]
     plain, compiled = train(*words), train(*words, f"compile={option}")
     assert compiled.compile_s > 0
@@ -409,7 +408,7 @@ def test_gradients_in_a_graphs_memory_are_kept_until_the_update(zero_grad):
     assert not all(map(torch.equal, gradients(False), plain)), "the test is to have what it guards against"
 
 
-def test_a_cuda_graph_keeps_gradients_that_are_added_up(monkeypatch):
+def test_a_cuda_graph_keeps_gradients_that_are_added_up():
     def kept(kind, steps, zero_grad):
         run = SimpleNamespace(batch=SimpleNamespace(accumulation_steps=steps), runtime=SimpleNamespace(zero_grad=zero_grad))
         context = SimpleNamespace(run=run, device=torch.device(kind), model=nn.Linear(2, 2))
@@ -436,7 +435,7 @@ def test_tracing_leaves_statistics_and_random_streams_alone(make):
         assert torch.equal(value, traced.model.state_dict()[name]), name
 
 
-def test_jit_says_that_it_is_retired(make, tiny):
+def test_jit_says_that_it_is_retired(tiny):
     assert any("retired" in line and "compile=inductor" in line for line in prepare(tiny("compile=jit")).notices)
 
 

@@ -27,6 +27,7 @@ from drivetrain.optimizer.torch_optim import AdamW
 from drivetrain.recipe.safe_yaml import MAX_WHOLE
 from drivetrain.surgery import Edit
 from tests.support import composed
+from tests.support.refusals import problems_of
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 30))])
@@ -53,9 +54,7 @@ def test_what_is_set_in_a_config_is_not_in_the_next_one() -> None:
 
 def test_a_recipe_that_gives_a_mapping_for_a_list_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("data: {shape: {a: 1}}\n")
-    with pytest.raises(UserError) as refused:
-        prepare(["recipe=mine.yaml", "data=synthetic"])
-    assert refused.value.problems == ["data.shape={'a': 1}: must be a list"]
+    assert problems_of(prepare, ["recipe=mine.yaml", "data=synthetic"]) == ["data.shape={'a': 1}: must be a list"]
 
 
 def test_an_error_in_a_rule_is_not_taken_for_an_option_that_is_missing(monkeypatch):

@@ -1,9 +1,7 @@
 """Words that Hydra's users type: each works, or one line says what to type. Nothing here trains."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -14,28 +12,22 @@ from drivetrain.cli.main import main
 from drivetrain.config import catalog
 from drivetrain.config.hydra_words import HONOURED, HydraSettings, instead, split, translated
 from drivetrain.config.other_tools import ELSEWHERE
-from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare, prepare_run
 from drivetrain.launch.launcher import overrides_of
 from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.sweeps.store import Sweep, one_job
 from drivetrain.sweeps.store import prepare as prepare_sweep
+from tests.support.put import put
+from tests.support.refusals import problems_of
 
 SMALL = "defaults:\n  - override /optimizer: sgd\noptimizer:\n  lr: 0.05\n"
-
-
-def problems(act: Callable[[], Any]) -> list[str]:
-    with pytest.raises(UserError) as caught:
-        act()
-    return caught.value.problems
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     """A config dir with an experiment, and a config beside its groups."""
-    (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    (tmp_path / "conf" / "experiment" / "small.yaml").write_text("# @package _global_\n" + SMALL)
+    put(tmp_path / "conf" / "experiment" / "small.yaml", "# @package _global_\n" + SMALL)
     (tmp_path / "conf" / "mine.yaml").write_text(SMALL)
     return tmp_path / "conf"
 
@@ -57,7 +49,7 @@ def test_idioms_in_drivetrains_words(typed: str, meant: str) -> None:
 
 
 def test_a_glob_that_matches_nothing() -> None:
-    assert "'clip=glob(x*)' matches nothing: there is: agc, none" in problems(lambda: translated(["clip=glob(x*)"]))[0]
+    assert "'clip=glob(x*)' matches nothing: there is: agc, none" in problems_of(translated, ["clip=glob(x*)"])[0]
 
 
 def test_a_glob_sweeps_over_what_it_matches() -> None:
@@ -67,7 +59,7 @@ def test_a_glob_sweeps_over_what_it_matches() -> None:
 
 
 def test_shuffle_is_refused_because_a_resumed_sweep_must_make_the_same_jobs() -> None:
-    assert "leave out shuffle" in problems(lambda: prepare_sweep(["epochs=shuffle(range(1,4))"]))[0]
+    assert "leave out shuffle" in problems_of(lambda: prepare_sweep(["epochs=shuffle(range(1,4))"]))[0]
 
 
 def test_an_experiment_of_a_config_dir_is_a_recipe(own: Path) -> None:
@@ -78,7 +70,7 @@ def test_an_experiment_of_a_config_dir_is_a_recipe(own: Path) -> None:
 
 def test_an_experiment_can_do_no_more_than_a_recipe(own: Path) -> None:
     (own / "experiment" / "bad.yaml").write_text("optimizer:\n  lr: ${oc.env:LR}\noutput_dir: x\n")
-    told = problems(lambda: prepare_run(["+experiment=bad"], [str(own)]))
+    told = problems_of(prepare_run, ["+experiment=bad"], [str(own)])
     assert any("oc.env:LR" in line for line in told)
     assert any("'output_dir'" in line for line in told)
 
@@ -145,7 +137,7 @@ def test_one_line_says_what_to_type(words: list[str], part: str, capsys: pytest.
 
 
 def test_other_verbs_refuse_what_is_for_one_run() -> None:
-    assert "for one run by `drivetrain train`" in problems(lambda: prepare(["hydra.run.dir=x"]))[0]
+    assert "for one run by `drivetrain train`" in problems_of(prepare, ["hydra.run.dir=x"])[0]
     assert all(f"hydra.{key}" in instead("hydra.verbose=true") for key in HONOURED)
 
 
@@ -163,17 +155,16 @@ def test_a_directory_that_has_a_run_or_a_file_of_its_name_is_not_taken(tmp_path:
     word = f"hydra.run.dir={tmp_path}"
     mine = (".hydra/mine.yaml", "notes.txt")
     for name in mine:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("mine")
+        put(tmp_path / name, "mine")
     job = prepare_run([word])
     assert job.make_run_dir() == tmp_path
     (tmp_path / "config.yaml").write_text("the run's")
     directory.remove(tmp_path)  # as where the run was refused
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == sorted(mine)
     (tmp_path / "config.yaml").write_text("mine")
-    assert "has a config.yaml already" in problems(lambda: prepare_run([word]))[0]
+    assert "has a config.yaml already" in problems_of(prepare_run, [word])[0]
     (tmp_path / "result.json").write_text("{}")
-    assert f"go on with it by resume={tmp_path}" in problems(lambda: prepare_run([word]))[0]
+    assert f"go on with it by resume={tmp_path}" in problems_of(prepare_run, [word])[0]
 
 
 def test_the_hydra_folder_is_what_hydra_writes_and_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +200,7 @@ def test_a_jobs_folder_is_named_by_subdir(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_folder_that_is_no_jobs_own(subdir: str, part: str, tmp_path: Path) -> None:
     sweep = Sweep(tmp_path, [], [], HydraSettings({"sweep.subdir": subdir}))
-    assert part in problems(lambda: sweep.add(prepare_sweep(["epochs=1,2"])))[0]
+    assert part in problems_of(sweep.add, prepare_sweep(["epochs=1,2"]))[0]
 
 
 # --- the environment ---
@@ -223,8 +214,8 @@ def test_a_text_of_the_environment_becomes_what_its_key_takes(monkeypatch: pytes
     assert (job.run.parallel.nproc, job.run.batch.global_batch) == (2, 64)
     typed = ["epochs=7", "updates=3", "parallel=ddp", "parallel.nproc=2", "batch.global_batch=64"]
     assert job.config_hash == prepare_run(typed).config_hash
-    assert "number" in problems(lambda: prepare_run(["optimizer.lr=${oc.env:NONE,fast}"]))[0]
-    assert "the environment has no NONE" in problems(lambda: prepare_run(["optimizer.lr=${oc.env:NONE}"]))[0]
+    assert "number" in problems_of(prepare_run, ["optimizer.lr=${oc.env:NONE,fast}"])[0]
+    assert "the environment has no NONE" in problems_of(prepare_run, ["optimizer.lr=${oc.env:NONE}"])[0]
 
 
 def test_an_own_option_may_read_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +234,7 @@ def test_names_of_other_frameworks_lead_to_drivetrains(name: str) -> None:
     override = name if "=" in name else f"{name}=1"
     present = ELSEWHERE[name]
     if name != "experiment":
-        assert any(f"use {present}" in line for line in problems(lambda: prepare([override])))
+        assert any(f"use {present}" in line for line in problems_of(prepare, [override]))
 
 
 @pytest.mark.parametrize(
@@ -251,7 +242,7 @@ def test_names_of_other_frameworks_lead_to_drivetrains(name: str) -> None:
     [("lr=1", "'optimizer.lr'"), ("seed=1", "'runtime.seed'"), ("momentum=0.9", "'scheduler.momentum' or 'optimizer.momentum'")],
 )
 def test_a_setting_without_its_group(word: str, part: str) -> None:
-    assert part in problems(lambda: prepare([word]))[0]
+    assert part in problems_of(prepare, [word])[0]
 
 
 def test_one_package_needs_no_brackets() -> None:
@@ -261,17 +252,16 @@ def test_one_package_needs_no_brackets() -> None:
 def test_a_config_dir_that_is_too_high_or_too_low(tmp_path: Path) -> None:
     (tmp_path / "conf" / "optimizer").mkdir(parents=True)
     (tmp_path / "notes").mkdir()
-    assert f"say --config-dir {tmp_path / 'conf'}" in problems(lambda: prepare([], [str(tmp_path)]))[0]
+    assert f"say --config-dir {tmp_path / 'conf'}" in problems_of(prepare, [], [str(tmp_path)])[0]
     low = tmp_path / "conf" / "optimizer"
-    assert f"say --config-dir {tmp_path / 'conf'}" in problems(lambda: prepare([], [str(low)]))[0]
-    assert "FOLDER/<group>/<option>.yaml" in problems(lambda: prepare([], [str(tmp_path / "notes")]))[0]
+    assert f"say --config-dir {tmp_path / 'conf'}" in problems_of(prepare, [], [str(low)])[0]
+    assert "FOLDER/<group>/<option>.yaml" in problems_of(prepare, [], [str(tmp_path / "notes")])[0]
 
 
 def test_a_typo_in_a_target_hides_no_other_mistake(tmp_path: Path) -> None:
-    (tmp_path / "optimizer").mkdir()
-    (tmp_path / "optimizer" / "mine.yaml").write_text("# mine\n_target_: drivetrain.optimizer.Sdg\nlr: 0.1\n")
+    put(tmp_path / "optimizer" / "mine.yaml", "# mine\n_target_: drivetrain.optimizer.Sdg\nlr: 0.1\n")
     words = ["optimizer=mine", "trust=[drivetrain]", "epochs=0", "runtime.deterministic=true"]
-    told = "\n".join(problems(lambda: prepare(words, [str(tmp_path)])))
+    told = "\n".join(problems_of(prepare, words, [str(tmp_path)]))
     assert "optimizer._target_=drivetrain.optimizer.Sdg cannot be imported" in told
     assert "did you mean 'drivetrain.optimizer.torch_optim.Sgd'" in told
     assert "epochs=0" in told
@@ -289,12 +279,12 @@ def test_a_module_that_imports_what_is_not_there_gets_no_similar_class(tmp_path:
 
 def test_a_section_of_a_recipe_that_is_no_group_is_named_beside_other_mistakes(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("nothing: 1\nunchanced:\n  seed: 5\n")
-    told = problems(lambda: prepare([f"recipe={tmp_path / 'r.yaml'}"]))
+    told = problems_of(prepare, [f"recipe={tmp_path / 'r.yaml'}"])
     assert [name for line in told for name in ("nothing", "unchanced") if f"has no '{name}'" in line] == ["nothing", "unchanced"]
 
 
 def test_a_rule_says_nothing_of_an_option_that_was_not_understood() -> None:
-    told = problems(lambda: prepare(["batch=accumulate", "batch.accumulation_steps=3", "batch.global_bach=99"]))
+    told = problems_of(prepare, ["batch=accumulate", "batch.accumulation_steps=3", "batch.global_bach=99"])
     assert len(told) == 1, told
 
 
@@ -335,11 +325,11 @@ def test_references_to_the_environment_stay(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_a_config_cannot_be() -> None:
-    told = problems(lambda: overrides_of({"optimizer": {"_target_": "torch.optim.SGD"}, "model": {"_target_": "my.Net"}}))
+    told = problems_of(overrides_of, {"optimizer": {"_target_": "torch.optim.SGD"}, "model": {"_target_": "my.Net"}})
     assert len(told) == 2
     assert "did you mean 'sgd'?" in told[0]
-    assert "cannot be resolved" in problems(lambda: overrides_of({"epochs": "???"}))[0]
-    assert "give a list" in problems(lambda: drivetrain.train("epochs=1"))[0]
+    assert "cannot be resolved" in problems_of(overrides_of, {"epochs": "???"})[0]
+    assert "give a list" in problems_of(drivetrain.train, "epochs=1")[0]
 
 
 def test_a_result_shows_itself_in_a_notebook() -> None:
@@ -354,12 +344,10 @@ def test_a_script_with_hydra_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """The run goes into the directory that Hydra made, whose own files stay; a second run gets one of its own."""
     from hydra.core.hydra_config import HydraConfig
 
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "hydra.yaml").write_text("hydra: theirs\n")
+    put(tmp_path / ".hydra" / "hydra.yaml", "hydra: theirs\n")
     monkeypatch.setattr(HydraConfig, "initialized", lambda: True)
     node = OmegaConf.create({"runtime": {"output_dir": str(tmp_path)}})
     monkeypatch.setattr(HydraConfig, "get", lambda: node)
-    monkeypatch.chdir(tmp_path)
     config = OmegaConf.create({"model": "mlp", "updates": 1, "log_every": 1, "runtime": {"threads": 1}})
     first, second = drivetrain.train(config), drivetrain.train(config)
     assert (first.status, first.run_dir) == ("completed", tmp_path)

@@ -19,6 +19,8 @@ from drivetrain.launch.job import prepare
 from drivetrain.sweeps.store import prepare as prepare_sweep
 from drivetrain.testing import contract_problems
 from tests.support import pairwise, slow
+from tests.support.put import put
+from tests.support.refusals import problems_of
 
 GROUPS = list(catalog.default_options())
 SOME = slow.but({"optimizer", "augment", "loader", "loss", "task"}.__contains__, GROUPS)
@@ -63,8 +65,7 @@ def write_package(site: Path) -> Path:
         settings = [line for line in text.splitlines() if not line.startswith(("#", "_target_"))]
         place = [f"# @package {group}.mine"] if group in catalog.LISTS else []
         lines = [*place, f"# {group} of a made-up package", f"_target_: made_up.options.{group.title()}", *settings]
-        (package / "conf" / group).mkdir()
-        (package / "conf" / group / "mine.yaml").write_text("\n".join(lines) + "\n")
+        put(package / "conf" / group / "mine.yaml", "\n".join(lines) + "\n")
     (package / "options.py").write_text("\n".join(classes))
     return package / "conf"
 
@@ -72,8 +73,7 @@ def write_package(site: Path) -> Path:
 def install(site: Path, entry_points: str = ENTRY_POINTS) -> None:
     """The files that `pip install` leaves of a package beside its modules."""
     info = site / "made_up-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n")
+    put(info / "METADATA", "Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(entry_points)
 
 
@@ -89,9 +89,7 @@ class Outside:
         return [part for folder in self.config_dirs for part in ("--config-dir", folder)]
 
     def problems(self, *overrides: str) -> list[str]:
-        with pytest.raises(UserError) as refused:
-            prepare([*overrides, *self.trust], self.config_dirs)
-        return refused.value.problems
+        return problems_of(prepare, [*overrides, *self.trust], self.config_dirs)
 
 
 @pytest.fixture(autouse=True)
@@ -223,9 +221,7 @@ def test_a_recipe_may_choose_it(outside: Outside, tmp_path: Path, capsys: pytest
 def test_a_recipe_with_an_option_that_is_not_installed(tmp_path: Path) -> None:
     recipe = tmp_path / "shared.yaml"
     recipe.write_text("epochs: 1\ndefaults:\n  - override /optimizer: mine\n")
-    with pytest.raises(UserError) as refused:
-        prepare([f"recipe={recipe}"])
-    (problem,) = refused.value.problems
+    (problem,) = problems_of(prepare, [f"recipe={recipe}"])
     assert problem.startswith(f"{recipe}:3: optimizer=mine is no option of optimizer")
     assert "an option of a plugin needs its package installed" in problem
 
@@ -293,8 +289,7 @@ def test_the_contract_of_no_option() -> None:
 )
 def test_a_wrong_file_is_named(name: str, text: str, says: str, installed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = installed / "made_up" / "conf" / name
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(text)
+    put(file, text)
     for argv in (["list"], ["train", "epochs=1"]):
         assert main(argv) == 2
         said = capsys.readouterr().err

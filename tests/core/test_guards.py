@@ -10,7 +10,9 @@ from torch import nn
 from drivetrain.core.errors import UserError
 from drivetrain.core.machine import guards
 from drivetrain.launch.job import prepare
+from drivetrain.model import base
 from drivetrain.model.nets import Mlp
+from tests.support.put import put
 
 
 @pytest.mark.parametrize(
@@ -85,8 +87,6 @@ def test_a_model_that_fits_is_the_same(monkeypatch):
 
 
 def test_gradients_and_the_optimizers_state_need_memory_too(make, monkeypatch):
-    from drivetrain.model import base
-
     size = sum(p.numel() * 4 for p in make().model.parameters())
     for optimizer, copies in (("optimizer=sgd", 2), ("optimizer=adamw", 4)):
         monkeypatch.setattr(base, "memory_bytes", lambda most=copies * size: most)
@@ -98,8 +98,6 @@ def test_gradients_and_the_optimizers_state_need_memory_too(make, monkeypatch):
 
 def test_a_device_has_room_for_them_or_the_model_is_refused_before_it_is_made(make, monkeypatch):
     """A stand-in tells of the device's memory: the model is created in the machine's, of which there is enough."""
-    from drivetrain.model import base
-
     size = sum(p.numel() * 4 for p in make().model.parameters())
 
     def room(most: int) -> None:
@@ -139,8 +137,6 @@ def test_a_batch_larger_than_the_memory(make, monkeypatch):
 
 
 def test_a_run_refuses_such_a_model(train, monkeypatch):
-    from drivetrain.model import base
-
     monkeypatch.setattr(base, "memory_bytes", lambda: 1 << 20)
     with pytest.raises(UserError, match="model=mlp makes a model of more than"):
         train("model.hidden=[2000,2000]")
@@ -220,8 +216,7 @@ def test_every_number_has_bounds(word):
 )  # fmt: skip
 def test_the_limits_of_every_group_count(own, files, memory, cores, tmp_path, monkeypatch):
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+        put(tmp_path / name, text)
     if own is not None:
         (tmp_path / "own").write_text(own)
     monkeypatch.setattr(guards, "MOUNT", tmp_path)

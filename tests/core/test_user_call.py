@@ -20,6 +20,7 @@ from drivetrain.core.machine.home import keep_first, measured_once
 from drivetrain.core.machine.paths import remove_working_directory
 from drivetrain.core.step.model_call import ModelCall
 from drivetrain.core.user.call import UserCall
+from tests.support.put import put
 
 OFFERED = {"output": 1, "target": 2, "input": 3, "batch": 4, "model": 5, "progress": 6}
 
@@ -159,8 +160,7 @@ def test_what_is_no_number_is_measured_again(state, content):
 
 
 def test_where_nothing_can_be_written_it_is_measured_each_time(state, monkeypatch):
-    state.parent.mkdir(parents=True)
-    state.write_text("a file in the folder's place")
+    put(state, "a file in the folder's place")
     assert measured_once(["a"], lambda: 1.0) == 1.0
     assert measured_once(["a"], lambda: 2.0) == 2.0
     monkeypatch.delenv("XDG_STATE_HOME")
@@ -234,7 +234,6 @@ def test_the_processor_time_of_children_counts():
 def test_nor_by_the_interpreters_that_libraries_start(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "json.py").write_text("raise SystemExit('imported')\n")
     remove_working_directory()
     assert sys.path[0] != str(tmp_path)

@@ -26,6 +26,8 @@ from drivetrain.launch.job import prepare
 from drivetrain.loader import Loader, Pipeline
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
+from tests.support.refusals import problems_of
+from tests.support.to_end import run_to_end
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 CPU = torch.device("cpu")
@@ -125,9 +127,10 @@ def test_all_rows_and_lines_that_are_wrong_are_named(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"text": "a b", "label": "x"}\n{broken\n{"text": "c d", "label": "y"}\n{"text": 5}\n')
 
     def told(**data: Any) -> str:
-        with pytest.raises(UserError) as caught:
-            Data.of(prepare([f"{key.replace('_', '.', 1)}={value}" for key, value in data.items()]).run).load(CPU)
-        return "\n".join(caught.value.problems)
+        caught = problems_of(
+            Data.of(prepare([f"{key.replace('_', '.', 1)}={value}" for key, value in data.items()]).run).load, CPU
+        )
+        return "\n".join(caught)
 
     table = {"data": "tabular", "data_target": "y", "model": "mlp"}
     said = told(**table, data_path=tmp_path / "ragged.csv")
@@ -482,8 +485,7 @@ def test_ranges_that_cannot_be(problems, given):
 def test_a_run_keeps_its_range_for_predictions(tiny, tmp_path):
     root = folder(tmp_path / "set", steps(0, 4095, np.uint16), steps(100, 4000, np.uint16))
     words = tiny("data=imagefolder", f"data.root={root}", "data.size=8", "data.holdout=0.4", "batch.global_batch=4")
-    result = drivetrain.train(words)
-    assert result.status == "completed", result.error
+    result = run_to_end(words)
     transforms = drivetrain.load(result.run_dir).transforms
     Image.fromarray(steps(0, 4095, np.uint16)).save(tmp_path / "new.tif")
     assert (transforms.read_file(tmp_path / "new.tif").int() - torch.tensor(FULL)).abs().max() <= 1

@@ -10,6 +10,7 @@ from sklearn.metrics import log_loss
 import drivetrain
 from drivetrain.core.step.tensors import Tensors
 from drivetrain.data.baseline import Baseline
+from tests.support.to_end import run_to_end
 
 WORDS = ["epochs=1", "updates=2", "data.baseline=true"]
 
@@ -65,8 +66,7 @@ def test_the_judgement_says_which_is_better(words, figure, said, tiny):
 
 def test_a_loss_that_it_has_no_outputs_for_costs_no_run(tiny, caplog):
     words = ["data=diabetes", "task=regression", "model=mlp", "loss=gaussian_nll", "metrics=[]", "select=loss"]
-    result = drivetrain.train(tiny(*words, *WORDS))
-    assert result.status == "completed"
+    result = run_to_end(tiny(*words, *WORDS))
     assert "baseline" not in result.metrics["test"]
     assert "data.baseline=true: it cannot be measured" in caplog.text
 

@@ -17,6 +17,7 @@ from drivetrain.data.decoding import decode
 from drivetrain.data.digits import Digits
 from drivetrain.data.images import ImageFolder
 from drivetrain.data.synthetic import Synthetic
+from tests.support.put import put
 
 CPU = torch.device("cpu")
 COLOURS = {"cat": (200, 0, 0), "dog": (0, 200, 0), "eel": (0, 0, 200)}
@@ -237,8 +238,7 @@ def test_what_is_no_data_is_left_out_and_what_is_not_read_is_said(images):
     assert "not read" not in before.inputs
     picture = (root / "cat" / "0.png").read_bytes()
     for junk in ("__MACOSX/cat", "@eaDir", ".ipynb_checkpoints", "cat/.ipynb_checkpoints", "cat/@eaDir"):
-        (root / junk).mkdir(parents=True)
-        (root / junk / "x.png").write_bytes(picture)
+        put(root / junk / "x.png", picture)
     for name in ("cat/._0.png", "cat/.hidden.png", "dog/Thumbs.db"):
         (root / name).write_bytes(picture)
     again = ImageFolder(root=str(root), size=8, holdout=0.3).load(CPU)
@@ -292,8 +292,7 @@ def test_an_empty_class_and_a_folder_without_classes_are_refused(images, tmp_pat
     (tmp_path / "flat").mkdir()
     with pytest.raises(UserError, match="has no class folders"):
         ImageFolder(root=str(tmp_path / "flat"), size=8).load(CPU)
-    (tmp_path / "flat" / "cat").mkdir()
-    Image.new("RGB", (4, 4), COLOURS["cat"]).save(tmp_path / "flat" / "cat" / "1.png")
+    put(tmp_path / "flat" / "cat" / "1.png", Image.new("RGB", (4, 4), COLOURS["cat"]))
     with pytest.raises(UserError, match="has one class folder, cat/"):
         ImageFolder(root=str(tmp_path / "flat"), size=8).load(CPU)
 
@@ -330,8 +329,7 @@ def test_crop_pct_keeps_the_middle_that_timm_keeps(tmp_path):
     rows, columns = torch.meshgrid(torch.arange(240), torch.arange(360), indexing="ij")
     slopes = torch.stack([rows * 255 // 240, columns * 255 // 360, (rows + columns) * 255 // 600], -1).to(torch.uint8)
     for n in range(6):
-        (tmp_path / "images" / "ab"[n % 2]).mkdir(parents=True, exist_ok=True)
-        Image.fromarray(slopes.numpy()).save(tmp_path / "images" / "ab"[n % 2] / f"{n}.png")
+        put(tmp_path / "images" / "ab"[n % 2] / f"{n}.png", Image.fromarray(slopes.numpy()))
     source = ImageFolder(root=str(tmp_path / "images"), size=112, crop_pct=0.7, holdout=0.4, validation=None).load(CPU).train
     found = source.fetch(torch.tensor([0]))[0][0].float() / 255
     timms = create_transform((3, 112, 112), crop_pct=0.7, mean=(0, 0, 0), std=(1, 1, 1), interpolation="bilinear")
@@ -400,8 +398,7 @@ def test_synthetic_tokens_have_the_next_one_as_their_target(train, make, problem
     assert torch.equal(x[:, 1:], y[:, :-1])
     assert x.unique().numel() > 30
     assert 0 <= int(x.min()) <= int(x.max()) < 50
-    result = train(*words)
-    assert (result.status, result.updates) == ("completed", 2), result.error
+    train(*words, updates=2)
     assert any("data.shape to [length]" in p for p in problems("data=synthetic", "data.tokens=true", *words[4:]))
     assert any("set model=gpt" in p for p in problems("data=synthetic", "data.tokens=true", "data.shape=[24]"))
 

@@ -17,6 +17,7 @@ from drivetrain.model.transformers import Transformers
 from tests.data.test_model_tokenizer import SIZES, tokenizer
 from tests.support import later
 from tests.support.same_end import differences
+from tests.support.to_end import continued, run_to_end
 
 transformers = later.package("transformers")
 
@@ -245,7 +246,7 @@ def test_numbers_in_words():
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex"])
-def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones(folder, attention, make, monkeypatch):
+def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones(folder, attention, fitted, monkeypatch):
     """Accumulated too: the mean is over all targets of the update, wherever they are. A CPU runs flex uncompiled, to test it."""
     if attention == "flex":
         from transformers.integrations import flex_attention
@@ -257,8 +258,7 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones(folder, atte
         monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
     grads, losses, shapes = [], [], []
     for more in ([], ["data.packing=true"], ["data.packing=true", "batch=accumulate", "batch.accumulation_steps=3"]):
-        trainer = make(*words(folder, f"model.attention={attention}", "batch.global_batch=15", "clip=none", "updates=3", *more))
-        trainer.fit()
+        trainer = fitted(*words(folder, f"model.attention={attention}", "batch.global_batch=15", "clip=none", "updates=3", *more))
         losses.append([record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"])
         grads.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
         _, y = trainer.train_data.source.fetch(torch.arange(15))
@@ -292,7 +292,7 @@ def test_a_packed_batch_has_every_token_once_and_begins_anew_at_each_text(tmp_pa
     assert int((targets != -100).sum()) == int((y != -100).sum())
 
 
-def test_texts_to_continue_are_packed_too(tmp_path, make):
+def test_texts_to_continue_are_packed_too(tmp_path, fitted):
     folder = folder_of("gpt2", tmp_path, "no template")
     (tmp_path / "texts.jsonl").write_text(
         "".join(json.dumps({"text": str(talk)[: 30 + 7 * (n % 9)]}) + "\n" for n, talk in enumerate(TALKS))
@@ -301,8 +301,7 @@ def test_texts_to_continue_are_packed_too(tmp_path, make):
               "data.length=100", "data.validation=null", "loss=next_token", "batch.global_batch=12", "updates=2"]  # fmt: skip
     losses = []
     for more in ([], ["data.packing=true"]):
-        trainer = make(*common, *more)
-        trainer.fit()
+        trainer = fitted(*common, *more)
         losses.append([record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
@@ -338,11 +337,9 @@ def test_a_run_is_resumed_bit_for_bit(tmp_path, tiny):
     common = words(
         folder, "data.packing=true", "epochs=2", "batch.tokens=200", "saving=last", "saving.every_updates=3", "updates=12"
     )
-    whole = drivetrain.train(tiny(*common, "output_dir=whole"))
-    assert whole.status == "completed", whole.error
+    whole = run_to_end(tiny(*common, "output_dir=whole"))
     first = drivetrain.train(tiny(*common, "output_dir=parts", "updates=3"))
-    rest = drivetrain.train([f"resume={first.run_dir}", "updates=12"])
-    assert rest.status == "completed", rest.error
+    rest = continued(first.run_dir, "updates=12")
     found = differences(Path(rest.run_dir), Path(whole.run_dir))
     assert not [name for name in found if name == "losses" or name.startswith((".weights", ".state.optimizer"))]
     assert rest.metrics == whole.metrics

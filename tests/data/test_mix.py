@@ -17,6 +17,8 @@ from drivetrain.data.mixture import Mixture
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.launch.job import prepare
 from tests.support import same_end
+from tests.support.put import put
+from tests.support.to_end import run_to_end
 
 SHORT = ["data=mix", "model=gpt", "model.width=8", "model.depth=1", "model.heads=2", "task=language_modelling", "optimizer=adamw",
          "batch.global_batch=8", "epochs=2", "log_every=1", "scheduler=constant"]  # fmt: skip
@@ -89,56 +91,46 @@ def words(sources: dict[str, Any], *more: str) -> list[str]:
     return [*SHORT, f"data.sources={json.dumps(sources)}".replace('"', ""), *more]
 
 
-def ended(asked: list[str]) -> Any:
-    run = drivetrain.train(asked)
-    assert (run.status, run.error) == ("completed", None)
-    return run
-
-
-def test_a_run_over_two_sources_has_figures_of_each_and_says_their_shares(texts, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run = ended(words(texts, "data.weights={web: 1, code: 3}"))
+def test_a_run_over_two_sources_has_figures_of_each_and_says_their_shares(texts):
+    run = run_to_end(words(texts, "data.weights={web: 1, code: 3}"))
     assert {name.partition("/")[0] for name in run.metrics["test"]["final"]} == {"web", "code"}
     assert evaluate(run.run_dir).metrics == run.metrics["test"]["final"]
     assert "data=mix: web 25.0 % (read " in (run.run_dir / "log.txt").read_text()
     assert "data.sources" not in (run.run_dir / "recipe.yaml").read_text().partition("#")[0]
 
 
-def test_a_run_whose_stages_change_the_weights_is_resumed_bit_for_bit(texts, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_whose_stages_change_the_weights_is_resumed_bit_for_bit(texts):
     stages = "stages=[{until: 3, data.weights: {web: 1, code: 0}}, {data.weights: {web: 1, code: 1}}]"
     whole, _ = same_end.resumed(words(texts, "data.samples=24", stages), 4, 6)
-    ranks = ended(words(texts, "data.samples=24", stages, "updates=6", "parallel=ddp", "parallel.nproc=2"))
+    ranks = run_to_end(words(texts, "data.samples=24", stages, "updates=6", "parallel=ddp", "parallel.nproc=2"))
     assert ranks.metrics["test"]["final"]["web/loss"] == pytest.approx(whole.metrics["test"]["final"]["web/loss"], rel=1e-5)
 
 
-def test_a_source_of_weight_0_beside_one_of_the_same_size_is_not_read(texts, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run = ended(words(texts | {"code": texts["web"]}, "data.weights={web: 0, code: 1}", "updates=1"))
+def test_a_source_of_weight_0_beside_one_of_the_same_size_is_not_read(texts):
+    run = run_to_end(words(texts | {"code": texts["web"]}, "data.weights={web: 0, code: 1}", "updates=1"))
     assert "web 0.0 % (read 0.00 times), code 100.0 %" in (run.run_dir / "log.txt").read_text()
 
 
-def test_stages_of_other_weights_want_updates_in_the_order_of_the_mix(texts, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_stages_of_other_weights_want_updates_in_the_order_of_the_mix(texts):
     stages = "stages=[{until: 1ep, data.weights: {web: 1, code: 0}}, {data.weights: {web: 1, code: 1}}]"
     for batch in (["batch=bucketed"], ["batch.tokens=64"]):
         with pytest.raises(UserError, match=r"stages with other data\.weights"):
             drivetrain.train(words(texts, stages, *batch))
 
 
-def test_image_folders_of_the_same_classes_are_normalised_together(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_image_folders_of_the_same_classes_are_normalised_together(tmp_path):
     for source, grey in (("day", 200), ("night", 20)):
         for n in range(24):
             folder = tmp_path / source / "train" / "ab"[n % 2]
-            folder.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (8, 8), (grey + n, grey, grey)).save(folder / f"{n}.png")
+            put(folder / f"{n}.png", Image.new("RGB", (8, 8), (grey + n, grey, grey)))
     sources = {
         name: {"option": "imagefolder", "root": str(tmp_path / name), "normalize": "measured", "size": 8}
         for name in ("day", "night")
     }
-    run = ended(["data=mix", f"data.sources={json.dumps(sources)}".replace('"', ""), "model=mlp", "model.hidden=[4]", "epochs=1",
-                 "batch.global_batch=8", "optimizer=adamw", "augment=[]"])  # fmt: skip
+    run = run_to_end([
+        "data=mix", f"data.sources={json.dumps(sources)}".replace('"', ""), "model=mlp", "model.hidden=[4]", "epochs=1",
+        "batch.global_batch=8", "optimizer=adamw", "augment=[]",
+    ])  # fmt: skip
     assert {name.partition("/")[0] for name in run.metrics["validation"]["final"]} == {"day", "night"}
 
 
@@ -154,9 +146,8 @@ def tables(tmp_path: Path, columns: str = "size,kind,label") -> list[str]:
             "batch.global_batch=8", "optimizer=adamw"]  # fmt: skip
 
 
-def test_tables_are_read_by_what_the_first_one_taught(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run = ended(tables(tmp_path))
+def test_tables_are_read_by_what_the_first_one_taught(tmp_path):
+    run = run_to_end(tables(tmp_path))
     log = (run.run_dir / "log.txt").read_text()
     assert "all tables are read by the columns, means and categories of near's training rows" in log
     assert "have a value of kind that no training row has (c)" in log
@@ -195,8 +186,7 @@ def test_tables_are_read_by_what_the_first_one_taught(tmp_path, monkeypatch):
         ({"sources": "{web: {option: digits}, code: {option: stdlib}}"}, "data.sources.code has tokens=True"),
     ],
 )
-def test_what_cannot_be_mixed_is_refused(texts, tmp_path, monkeypatch, change, said):
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_mixed_is_refused(texts, tmp_path, change, said):
     with pytest.raises(UserError) as refused:
         drivetrain.train(words(texts, *(f"data.{key}={value}" for key, value in change.items())))
     assert said in str(refused.value)

@@ -14,6 +14,7 @@ from drivetrain.data.tokenizer import OfModel
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.loaded import load
 from tests.support import later
+from tests.support.to_end import run_to_end
 
 transformers = later.package("transformers")
 
@@ -110,11 +111,10 @@ def test_texts_to_continue_have_the_models_tokens(llama, make):
 
 
 @pytest.mark.parametrize("which", ["bert", "llama"])
-def test_a_run_trains_and_predicts_by_the_models_tokenizer(which, request, tiny, tmp_path):
+def test_a_run_trains_and_predicts_by_the_models_tokenizer(which, request, tiny):
     folder = request.getfixturevalue(which)
     words = CLASSES if which == "bert" else LANGUAGE
-    result = drivetrain.train(tiny(*words, *of(folder)))
-    assert result.status == "completed", result.error
+    result = run_to_end(tiny(*words, *of(folder)))
     loaded = load(result.run_dir)
     own = transformers.AutoTokenizer.from_pretrained(folder)
     ids = loaded.transforms.read_text("ab end").tolist()

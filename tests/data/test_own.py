@@ -13,6 +13,7 @@ from drivetrain.data.own import OwnDataset
 from drivetrain.launch.job import prepare
 from tests.data.test_packed import CPU
 from tests.support import command
+from tests.support.to_end import continued
 
 THEIRS = '''
 """Somebody's own data."""
@@ -231,12 +232,9 @@ def test_a_choice_of_it_is_left_to_the_command_line(tmp_path, capsys):
 
 
 def test_its_own_runs_recipe_goes_on(train):
-    import drivetrain
 
-    first = train("data=own", "data.target=theirs_data.Split", "trust=[theirs_data]", "optimizer.lr=1e-6")
-    assert (first.status, first.updates) == ("completed", 2), first.error
-    again = drivetrain.train([f"resume={first.run_dir}", "updates=3"])
-    assert (again.status, again.updates) == ("completed", 3), again.error
+    first = train("data=own", "data.target=theirs_data.Split", "trust=[theirs_data]", "optimizer.lr=1e-6", updates=2)
+    continued(first.run_dir, "updates=3", updates=3)
 
 
 @pytest.mark.parametrize("model", ["resnet9", "unet"])
@@ -428,7 +426,7 @@ def test_a_set_that_tells_its_lengths_is_not_read_for_them(monkeypatch):
     assert torch.equal(*masks)
 
 
-def test_wrong_lengths_and_wrong_names_are_refused(monkeypatch):
+def test_wrong_lengths_and_wrong_names_are_refused():
     import tree_sets
 
     with pytest.raises(UserError, match=r"data.pad=far, and the parts .* x.ids, x.weights: name one"):

@@ -171,7 +171,6 @@ def test_larger_ones_are_shrunk_to_the_size_and_stay_like_themselves(tmp_path):
 
 
 def test_crops_are_cut_while_decoding_the_same_from_files_shards_and_packed_jpegs(images, tmp_path):
-    from drivetrain.augment.geometry import RandomResizedCrop
     from drivetrain.data.webdataset import WebDataset
 
     root = images(10, (60, 50))

@@ -93,9 +93,6 @@ def test_other_forms_give_the_same_table(tmp_path, form):
     csv = written(tmp_path, "area,price", *(f"{a},{p}" for a, p in zip(area, price, strict=True)))
     path = str(tmp_path / f"table.{form}")
     if form == "parquet":
-        import pyarrow
-        from pyarrow import parquet
-
         parquet.write_table(pyarrow.table({"area": area, "price": price}), path)
     elif form == "npz":
         np.savez(path, area=area, price=price)

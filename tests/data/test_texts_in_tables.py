@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.loaded import load
 from tests.data.test_model_tokenizer import TEXTS, bert, of
 from tests.support import later
+from tests.support.to_end import run_to_end
 
 transformers = later.package("transformers")
 __all__ = ["bert"]
@@ -30,7 +30,7 @@ def _table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [CLASSES, NUMBERS], ids=["class", "number"])
-def test_inputs_are_those_of_the_same_texts_in_json_lines(words, bert, make, tmp_path, caplog):
+def test_inputs_are_those_of_the_same_texts_in_json_lines(words, bert, make, caplog):
     """Tokens, padding, cuts and targets; and what is said of them. Numbers are standardised, as in any table."""
     caplog.set_level(logging.INFO, "drivetrain")
     source = make(*words, *of(bert)).train_data.source
@@ -52,8 +52,7 @@ def test_inputs_are_those_of_the_same_texts_in_json_lines(words, bert, make, tmp
 @pytest.mark.parametrize("words", [CLASSES, NUMBERS], ids=["class", "number"])
 def test_a_run_is_evaluated_again_and_predicts_rows_and_tables(words, bert, tiny, tmp_path):
     """Predictions of a table and of one row alike; rows may lack the columns that are no input."""
-    result = drivetrain.train(tiny(*words, *of(bert)))
-    assert result.status == "completed", result.error
+    result = run_to_end(tiny(*words, *of(bert)))
     told = json.loads((result.run_dir / "table.json").read_text())
     assert told["inputs"] == ["review"]
     again = evaluate(result.run_dir)

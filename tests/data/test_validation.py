@@ -13,6 +13,7 @@ from PIL import Image
 
 import drivetrain
 from drivetrain.core.errors import UserError
+from drivetrain.core.step.microbatch import Request
 from drivetrain.core.step.source import Source, Subset
 from drivetrain.core.step.tensors import Tensors
 from drivetrain.core.world import World
@@ -28,10 +29,11 @@ from drivetrain.data.synthetic import Synthetic
 from drivetrain.data.tabular import Tabular, Wine
 from drivetrain.data.text import Stdlib, Texts
 from drivetrain.launch.job import prepare
-from drivetrain.loader.base import Loader
+from drivetrain.loader.base import Loader, Pipeline
 from drivetrain.run.result import Result
 from drivetrain.saving import checkpoint_io
 from tests.support.command import records
+from tests.support.put import put
 
 CPU = torch.device("cpu")
 
@@ -232,15 +234,11 @@ def test_a_file_beside_the_training_file(place, problems):
 
 @pytest.mark.parametrize("name", ["digits", "imagefolder", "own"])
 @pytest.mark.parametrize("loader", ["loader=threads", "loader=workers", "loader=resident", "loader=device", "loader=auto"])
-def test_loaders_read_a_held_out_set_alike(place, make, name, loader):
+def test_loaders_read_a_held_out_set_alike(place, name, loader):
     if name == "own" and loader == "loader=resident":
         pytest.skip("it pads to the longest")
     option = OPTIONS[name](place)
     source = option.load_sets(CPU).validation
-    from drivetrain.core.step.microbatch import Request
-    from drivetrain.launch.launcher import prepare
-    from drivetrain.loader.base import Pipeline
-
     requests = [Request(0, indices, 1.0) for indices in torch.arange(len(source)).split(4)][:3]
     pipeline = Pipeline(source, (), None, 0)
     run = prepare([loader, *(["loader.num_workers=1"] if loader == "loader=workers" else [])]).run
@@ -322,7 +320,7 @@ def test_a_run_on_three_sets_resumes_exactly(make, tmp_path):
     assert resumed.evaluator.on("test").evaluate() == whole.evaluator.on("test").evaluate()
 
 
-def test_nothing_that_a_run_selects_depends_on_the_test_set(make, monkeypatch):
+def test_nothing_that_a_run_selects_depends_on_the_test_set(fitted, monkeypatch):
     """Best checkpoint, plateau, early stopping and weights are the same whatever the labels of the test set are."""
     load, seen = Digits.load, []
 
@@ -335,8 +333,7 @@ def test_nothing_that_a_run_selects_depends_on_the_test_set(make, monkeypatch):
              "scheduler.patience=0", "stop=early", "stop.patience=3", "batch.global_batch=128"]  # fmt: skip
     for changed in (load, other_labels):
         monkeypatch.setattr(Digits, "load", changed)
-        trainer = make(*words)
-        trainer.fit()
+        trainer = fitted(*words)
         weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
         seen.append((trainer.progress.state_dict(), trainer.scheduler.state_dict(), trainer.stopping.state_dict(), weights))
         tested = trainer.evaluator.on("test").evaluate()["accuracy"]
@@ -359,8 +356,6 @@ def test_only_what_reports_reads_the_figures_of_the_test_set():
 
 
 def test_a_run_without_a_validation_set_says_so_once(make):
-    from drivetrain.launch.launcher import prepare
-
     told = list(prepare(["data.validation=null"]).run.data.advise(None))
     assert len(told) == 1
     assert "test set" in told[0]
@@ -507,14 +502,11 @@ def test_a_table_is_its_rows_as_they_were_written(tmp_path):
 
 @pytest.fixture
 def photos(tmp_path):
-    from PIL import Image
-
     for split in ("train", "test"):
         for name in ("cat", "dog"):
             for number in range(3):
                 folder = tmp_path / "photos" / split / name
-                folder.mkdir(parents=True, exist_ok=True)
-                Image.new("RGB", (8, 8), (number * 40, 0, 80)).save(folder / f"{number}.png")
+                put(folder / f"{number}.png", Image.new("RGB", (8, 8), (number * 40, 0, 80)))
     return tmp_path / "photos"
 
 

@@ -23,6 +23,7 @@ from drivetrain.debug.profile import Profile
 from drivetrain.debug.window import Nvtx
 from drivetrain.launch import launcher
 from tests.conftest import TINY
+from tests.support.to_end import run_to_end
 
 SOURCE = Path(drivetrain.__file__).parents[1]
 NARROW = ("amp", "bf16", "bf16_pure", "fp8")
@@ -268,11 +269,10 @@ def test_none_wraps_nothing_and_reports_nothing(train, make):
 @pytest.mark.parametrize(
     "beside", [["model.dropout=0.2", "optimizer=adamw"], ["precision=fp32", "batch=accumulate", "batch.accumulation_steps=3"]]
 )
-def test_a_watched_run_has_the_numbers_of_a_plain_one(make, beside):
+def test_a_watched_run_has_the_numbers_of_a_plain_one(fitted, beside):
     ends = {}
     for option in ("none", "profile", "gradcheck", "host_sync"):
-        trainer = make(*beside, f"debug={option}", "updates=4")
-        trainer.fit()
+        trainer = fitted(*beside, f"debug={option}", "updates=4")
         ends[option] = losses(trainer), trainer.progress.final
     assert len(ends["none"][0]) == 4
     assert ends == dict.fromkeys(ends, ends["none"])
@@ -287,8 +287,7 @@ PROFILE = ["debug=profile", "debug.skip=2", "debug.warmup=1", "debug.window=3", 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory):
     own = ["model.hidden=[64]", "data.samples=240", "data.test_samples=20", f"output_dir={tmp_path_factory.mktemp('profiled')}"]
-    result = drivetrain.train([*TINY, *PROFILE, *own])
-    assert (result.status, result.updates) == ("completed", 9), result.error
+    result = run_to_end([*TINY, *PROFILE, *own], updates=9)
     return result
 
 
@@ -513,8 +512,7 @@ def test_gradcheck_names_the_module_whose_backward_is_wrong(make, train, planted
         r": (-?[\d.e+-]+) along a direction in which differences give (-?[\d.e+-]+)", str(found.value)
     )[0]
     assert float(analytical) != pytest.approx(float(numerical), rel=1e-3)
-    result = train("debug=gradcheck", *planted(*words))
-    assert (result.status, result.updates) == ("failed", 0)
+    result = train("debug=gradcheck", *planted(*words), updates=0, ends="failed")
     assert says in result.error
     with pytest.raises(WrongGradient, match=r"^a backward is not"):  # before the second derivative
         make("debug=gradcheck", "debug.second=true", *planted(*words))
@@ -554,8 +552,7 @@ def test_a_wrong_second_derivative_behind_a_right_first_is_named(make, train, pl
     says = "a double backward is not its backward's derivative: module middle (Tanh), with respect to its input: "
     assert str(found.value).startswith(f"{says}0 along a direction in which differences give ")
     assert str(found.value).count("with respect to") == 1
-    result = train("debug=gradcheck", "debug.second=true", *planted("right_once"))
-    assert (result.status, result.updates) == ("failed", 0)
+    result = train("debug=gradcheck", "debug.second=true", *planted("right_once"), updates=0, ends="failed")
     assert says in result.error
 
 
@@ -603,7 +600,6 @@ SYNC = ["debug=host_sync", "updates=5", "epochs=9", "log_every=1"]
 def test_a_step_of_ours_waits_for_nothing(train, beside):
     """Also where the loss is logged, the model evaluated and the state saved at every turn: those are read on purpose."""
     result = train(*SYNC, *beside, "saving.every_updates=1")
-    assert result.status == "completed", result.error
     assert report(result) == ["debug=host_sync: no hidden host synchronisation in 4 updates"]
 
 
@@ -618,7 +614,6 @@ def test_a_step_of_ours_waits_for_nothing(train, beside):
 @pytest.mark.parametrize("steps", [1, 2])
 def test_sync_names_the_line_and_counts_once_a_call(train, planted, middle, found, steps):
     result = train(*SYNC, *planted(middle), "batch=accumulate", f"batch.accumulation_steps={steps}")
-    assert result.status == "completed", result.error
     head, *lines = report(result)
     assert head == f"debug=host_sync: {len(found)} hidden host synchronisations in 4 updates, the most frequent first"
     assert sorted(lines) == sorted(f"  planted_faults.py:{line_of(mark)} in {what}, {4 * steps} times" for mark, what in found)
@@ -715,7 +710,6 @@ def test_overfit_trains_and_evaluates_on_one_batch(make):
 def test_overfit_says_that_a_good_model_can_learn(train, beside):
     words = ["debug=overfit", "debug.updates=60", "updates=null", "epochs=99", "optimizer.lr=0.2", "batch.global_batch=8"]
     result = train(*words, *beside)
-    assert result.status == "completed", result.error
     assert result.judged("final")["loss"] < 0.1
     (line,) = report(result)
     assert line.startswith(f"debug=overfit: after {result.updates} updates on one batch of 8 the loss is ")
@@ -723,8 +717,7 @@ def test_overfit_says_that_a_good_model_can_learn(train, beside):
 
 
 def test_overfit_says_that_a_broken_model_cannot(train, planted):
-    result = train("debug=overfit", "debug.updates=60", "updates=null", "epochs=99", *planted("right", "Cut"))
-    assert (result.status, result.updates) == ("completed", 60)
+    result = train("debug=overfit", "debug.updates=60", "updates=null", "epochs=99", *planted("right", "Cut"), updates=60)
     assert result.judged("final")["loss"] > 0.5
     assert "not below 0.1: something is broken" in report(result)[0]
 
@@ -776,18 +769,16 @@ def test_anomaly_that_looks_for_no_nan_goes_with_loss_scaling(tiny):
 
 def test_anomaly_names_the_line_that_made_a_nan(train, planted):
     show = warnings.showwarning
-    result = train(*planted("root"), "debug=anomaly")
+    result = train(*planted("root"), "debug=anomaly", ends="failed")
     assert warnings.showwarning is show
     found = (result.run_dir / "debug.txt").read_text()
     line = line_of("sqrt has an infinite slope")
     assert re.search(r"planted_faults\.py.*\n.*return x \+ torch\.sqrt\(x \* 0\)", found)  # the forward, as torch tells it
     made = rf"debug=anomaly: made in .*planted_faults\.py\", line {line}, in forward: return x \+ torch"
     assert re.search(made, found.splitlines()[-1])
-    assert result.status == "failed"
     assert "'MulBackward0' returned nan values" in result.error
     assert not torch.is_anomaly_enabled()  # the process may train another run
-    without = train(*planted("root"))
-    assert without.status == "diverged"
+    without = train(*planted("root"), ends="diverged")
     assert "Backward" not in without.error
     assert train(*planted("root"), "debug=anomaly", "debug.check_nan=false").status == "diverged"
 

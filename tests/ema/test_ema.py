@@ -86,9 +86,8 @@ def test_buffers_that_have_no_mean_are_copied(kind):
         assert torch.equal(model.mask, Keeps().mask)
 
 
-def test_it_stands_in_the_model_only_while_swapped_also_on_an_exception(make):
-    trainer = make(*RESNET)
-    trainer.fit()
+def test_it_stands_in_the_model_only_while_swapped_also_on_an_exception(fitted):
+    trainer = fitted(*RESNET)
     raw, average = state(trainer.model), {k: v.clone() for k, v in trainer.ema.state_dict()["tensors"].items()}
     with contextlib.suppress(KeyError), trainer.ema.swapped():
         assert all(torch.equal(t, average[name]) for name, t in trainer.model.state_dict().items())
@@ -153,10 +152,9 @@ def test_it_equals_torchs_averaged_model_over_the_updates_that_are_due(make, eac
         assert torch.equal(found[name], last[name]) == (len(averaged) == 1)
 
 
-def test_batch_norms_statistics_are_those_of_torchs_update_bn(make, float64):
+def test_batch_norms_statistics_are_those_of_torchs_update_bn(fitted, float64):
     """Over the batches of the first epoch, with dropout; nothing of the training moves by it."""
-    trainer = make(*RESNET_SWA, "ema.statistics_updates=3", "updates=7")
-    trainer.fit()
+    trainer = fitted(*RESNET_SWA, "ema.statistics_updates=3", "updates=7")
     reference = copy.deepcopy(trainer.model)
     found, random, live = tensors(trainer), torch.get_rng_state(), copy.deepcopy(trainer.model.state_dict())
     reference.load_state_dict(found)
@@ -180,18 +178,16 @@ def test_without_them_they_are_averaged_as_weights_are(make, each_update, float6
     torch.testing.assert_close(tensors(trainer)["features.0.1.running_var"], (seen[6] + seen[7]) / 2, rtol=1e-13, atol=0.0)
 
 
-def test_frozen_norms_keep_their_statistics(make):
-    trainer = make(*RESNET_SWA, "model.freeze=[features.0]")
-    trainer.fit()
+def test_frozen_norms_keep_their_statistics(fitted):
+    trainer = fitted(*RESNET_SWA, "model.freeze=[features.0]")
     found, live = tensors(trainer), trainer.model.state_dict()
     for name in ("features.0.1.running_mean", "features.0.1.num_batches_tracked"):
         assert torch.equal(found[name], live[name])
     assert not torch.equal(found["features.1.1.running_mean"], live["features.1.1.running_mean"])
 
 
-def test_it_is_evaluated_beside_the_weights_once_there_is_one(make):
-    trainer = make(*RESNET_SWA, "epochs=3", "updates=12", "ema.start=0.5")
-    trainer.fit()
+def test_it_is_evaluated_beside_the_weights_once_there_is_one(make, fitted):
+    trainer = fitted(*RESNET_SWA, "epochs=3", "updates=12", "ema.start=0.5")
     first, *later = [r for r in trainer.log.writers[0] if r["event"] == "evaluate"]
     assert first["ema_loss"] == first["loss"]  # after 4 updates
     assert [r["ema_loss"] == r["loss"] for r in later] == [False, False]
@@ -234,11 +230,10 @@ def test_it_does_not_change_the_training(make, words):
 @pytest.mark.parametrize(
     "loader", ["threads", *(pytest.param(name, marks=pytest.mark.slow) for name in ("workers", "resident", "device"))]
 )
-def test_an_estimate_reads_beside_the_training_with_any_loader(make, loader):
+def test_an_estimate_reads_beside_the_training_with_any_loader(fitted, loader):
     found = []
     for option in ("sync", loader):
-        trainer = make("data=digits", *RESNET_SWA, f"loader={option}", "ema.statistics_updates=2", "updates=3")
-        trainer.fit()
+        trainer = fitted("data=digits", *RESNET_SWA, f"loader={option}", "ema.statistics_updates=2", "updates=3")
         found.append(tensors(trainer))
     assert same(*found)
 

@@ -18,6 +18,7 @@ from drivetrain.core.machine.signals import StopFlag
 from drivetrain.core.step.tensors import Tensors
 from drivetrain.engine import evaluator
 from drivetrain.saving import checkpoint_io
+from tests.support.to_end import run_to_end
 from tests.support.waiting import LIMIT_S
 
 RUN = ["data=digits", "batch.global_batch=128", "model.dropout=0.2", "updates=9", "epochs=2", "log_every=3", "evaluate_every=2"]
@@ -66,10 +67,9 @@ def whole(tiny, tmp_path_factory):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else value.name,
 )
-def test_it_saves_between_updates_and_goes_on_with_the_same_bits(tiny, whole, stuck, monkeypatch, tmp_path, words, told):
+def test_it_saves_between_updates_and_goes_on_with_the_same_bits(tiny, whole, stuck, monkeypatch, words, told):
     stuck(6 if words == ["loader=sync"] else 7, told)  # read in the first epoch, or ahead of it
-    stopped = drivetrain.train(tiny(*RUN, *words))
-    assert stopped.status == "interrupted", stopped.error
+    stopped = run_to_end(tiny(*RUN, *words), ends="interrupted")
     saved = [int(path.name) for path in (Path(stopped.run_dir) / "checkpoints").iterdir()]
     assert stopped.updates == max(saved) > 0
     monkeypatch.setattr(Tensors, "fetch", fetch)
@@ -89,8 +89,7 @@ def test_in_the_middle_of_an_update_nothing_can_be_saved(tiny, stuck, monkeypatc
     """The random numbers of half an update are drawn: it ends later, for the last checkpoint."""
     monkeypatch.setattr(signals, "STOP_WAIT_S", 0.3)
     stuck(7)  # the first read is that of the example
-    stopped = drivetrain.train(tiny(*RUN, "batch=accumulate", "batch.accumulation_steps=2"))
-    assert (stopped.status, stopped.updates) == ("interrupted", 2), stopped.error
+    stopped = run_to_end(tiny(*RUN, "batch=accumulate", "batch.accumulation_steps=2"), updates=2, ends="interrupted")
     assert not (Path(stopped.run_dir) / "checkpoints").exists()
 
 
@@ -145,8 +144,7 @@ def the_end(run_dir):
 @pytest.mark.parametrize("name", RUNS)
 def test_an_evaluation_that_a_signal_cut_short_is_done_first_when_the_run_goes_on(tiny, monkeypatch, name):
     words, number = RUNS[name]
-    whole = drivetrain.train(tiny(*EVALUATED, *words))
-    assert whole.status == "completed", whole.error
+    whole = run_to_end(tiny(*EVALUATED, *words))
     asked, stop_here = [], evaluator._stop_here
 
     def told(stops):
@@ -193,8 +191,7 @@ def test_ranks_stop_at_the_same_batch_of_an_evaluation(tiny, tmp_path, strategy)
     ]  # fmt: skip
     whole = drivetrain.train(tiny(*words))
     (tmp_path / "told").touch()
-    stopped = drivetrain.train(tiny(*words))
-    assert stopped.status == "interrupted", stopped.error
+    stopped = run_to_end(tiny(*words), ends="interrupted")
     assert "before the evaluation of update" in stopped.error
     again = drivetrain.train([f"resume={stopped.run_dir}"])
     assert (again.status, again.metrics) == ("completed", whole.metrics), again.error

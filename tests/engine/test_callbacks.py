@@ -17,6 +17,7 @@ from drivetrain.core.world import World
 from drivetrain.engine.callbacks import CallbackStep
 from drivetrain.saving import checkpoint_io
 from tests.support.command import run
+from tests.support.to_end import continued
 
 HOOKS = '''
 """Somebody's callbacks."""
@@ -182,8 +183,7 @@ def test_a_function_is_handed_the_weights_that_are_evaluated(train, hooks):
 
 
 def test_weights_that_are_not_evaluated_are_refused(train, hooks):
-    result = train("callbacks=[hooks.wants_the_average]", "trust=[hooks]")
-    assert result.status == "failed"
+    result = train("callbacks=[hooks.wants_the_average]", "trust=[hooks]", ends="failed")
     assert "callbacks=[hooks.wants_the_average] failed in evaluation" in result.error
     assert "eval_model('average'): this run evaluates the weights plain (see ema)" in result.error
 
@@ -233,20 +233,17 @@ def test_a_resumed_run_keeps_its_callbacks(train, hooks):
     ],
 )
 def test_an_exception_is_named_and_the_run_is_saved(train, hooks, name, event, saved):
-    result = train(*given(name), "updates=8", "epochs=2")
-    assert result.status == "failed"
+    result = train(*given(name), "updates=8", "epochs=2", ends="failed")
     assert f"callbacks=[hooks.{name}] failed in {event}: ValueError: no such thing" in result.error
     assert f"go on with resume={result.run_dir}" in result.error
     assert max(int(p.name) for p in (result.run_dir / "checkpoints").iterdir() if p.name.isdigit()) == saved
     assert "raise ValueError" in (result.run_dir / "log.txt").read_text()
-    again = drivetrain.train([f"resume={result.run_dir}", "callbacks=[]"])
-    assert (again.status, again.updates) == ("completed", 8)
+    continued(result.run_dir, "callbacks=[]", updates=8)
 
 
 @pytest.mark.parametrize(("name", "event", "updates"), [("Exits", "update", 2), ("FailsInStart", "start", 0)])
 def test_a_callback_cannot_end_a_run_as_a_success_and_costs_nothing_before_training(train, hooks, name, event, updates):
-    result = train(*given(name))
-    assert (result.status, result.updates) == ("failed", updates)
+    result = train(*given(name), updates=updates, ends="failed")
     assert f"callbacks=[hooks.{name}] failed in {event}" in result.error
 
 

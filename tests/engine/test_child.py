@@ -5,13 +5,12 @@ import signal
 import tempfile
 from pathlib import Path
 
-import pytest
-
 from drivetrain.core.errors import UserError
 from drivetrain.core.machine.forking import ForkedProcess
 from drivetrain.engine import child
 from drivetrain.launch.job import prepare
 from drivetrain.run.directory import is_locked
+from tests.support.refusals import problems_of
 from tests.support.waiting import until
 
 
@@ -46,7 +45,5 @@ def test_a_failure_and_a_refusal_are_told(tiny):
         raise UserError(["one", "two"])
 
     for question, told in ((lambda trainer: 1 / 0, ["it failed: ZeroDivisionError: division by zero"]), (refuse, ["one", "two"])):
-        with pytest.raises(UserError) as refused:
-            child.ask(prepare(tiny()).run, question, "it failed")
-        assert refused.value.problems == told
+        assert problems_of(child.ask, prepare(tiny()).run, question, "it failed") == told
     assert not Path("outputs").exists()

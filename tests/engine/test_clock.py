@@ -10,6 +10,7 @@ from drivetrain.core import lazy
 from drivetrain.core.machine.device import Clock, DeviceClock, clock_for
 from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.engine import build
+from drivetrain.engine.out_of_memory import release_memory
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.parallel.process_group import RankWork
 from tests.support.simulated_device import Queue, reads
@@ -197,8 +198,6 @@ def test_a_runs_rates_are_those_of_a_synchronised_clock(trainer, queue):
 def test_after_running_out_of_memory_it_is_freed_and_shapes_are_forgotten(monkeypatch):
     import weakref
 
-    from drivetrain.engine.out_of_memory import release_memory
-
     done = []
     monkeypatch.setattr(torch, "get_device_module", lambda device: Module())
     monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
@@ -224,8 +223,6 @@ def test_after_running_out_of_memory_it_is_freed_and_shapes_are_forgotten(monkey
 
 def test_a_shape_after_running_out_of_memory_is_compiled_as_the_first_was():
     """A second batch size would be compiled for any size, which is slower code."""
-    from drivetrain.engine.out_of_memory import release_memory
-
     dynamic = []
 
     def backend(graph, inputs):

@@ -19,6 +19,8 @@ from drivetrain.core.world import World
 from drivetrain.inference.loaded import load
 from tests.parallel.conftest import ranks  # noqa: F401 (fixture)
 from tests.support import odd_calls
+from tests.support.refusals import problems_of
+from tests.support.to_end import run_to_end
 
 WORDS = [
     "data=own", "data.validation=null", "model=own", "trust=[odd_calls]", "batch.global_batch=16", "updates=2", "log_every=1",
@@ -55,7 +57,6 @@ TAKERS = [
 def mine(tmp_path, monkeypatch):
     """The module beside the run, where its ranks can import it too."""
     shutil.copy(odd_calls.__file__, tmp_path)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     yield
@@ -71,16 +72,13 @@ def built(trainer_of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def losses(*words: str) -> list[float]:
-    result = drivetrain.train([*WORDS, *words])
-    assert result.status == "completed", result.error
+    result = run_to_end([*WORDS, *words])
     lines = [json.loads(line) for line in (Path(result.run_dir) / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["event"] == "train"]
 
 
 def refused(*words: str) -> str:
-    with pytest.raises(UserError) as error:
-        drivetrain.train([*WORDS, *words])
-    return str(error.value)
+    return "\n".join(problems_of(drivetrain.train, [*WORDS, *words]))
 
 
 NO_NORM = ("one at a time", "ends", "a number")  # kinds of networks without a BatchNorm
@@ -130,8 +128,7 @@ def test_operations_are_those_of_all_calls(built):
 def test_a_batch_that_is_a_number_in_the_code_is_tried_whole(built):
     words = [*VALUES, "model.target=odd_calls.Fixed", "loss.target=odd_calls.error"]
     assert built(*words, "batch.global_batch=8").log.mfu.model.per_sample > 0
-    failed = drivetrain.train([*WORDS, *words, "batch.global_batch=16"])
-    assert failed.status == "failed"
+    failed = run_to_end([*WORDS, *words, "batch.global_batch=16"], ends="failed")
     assert re.search(r"odd_calls\.py:\d+.*RuntimeError: The size", str(failed.error)), failed.error
     assert not list(Path().glob("outputs/*/*/checkpoints"))
 
@@ -169,16 +166,14 @@ def test_what_was_called_is_what_a_call_takes():
 
 @pytest.mark.parametrize("kind", RUNS_MODEL)
 def test_a_finished_run_of_such_a_loss_is_loaded(kind):
-    result = drivetrain.train([*WORDS, *KINDS[kind], "saving=last", "precision=bf16"])
-    assert result.status == "completed", result.error
+    result = run_to_end([*WORDS, *KINDS[kind], "saving=last", "precision=bf16"])
     loaded = load(result.run_dir)
     assert sum(p.numel() for p in loaded.model.parameters()) > 100
 
 
 def test_an_edit_of_a_finished_run_tries_the_call_of_its_loss():
     words = [*KINDS["keywords of its own"], "surgery=[no_bias_before_norm]", "saving=last"]
-    result = drivetrain.train([*WORDS, *words])
-    assert result.status == "completed", result.error
+    result = run_to_end([*WORDS, *words])
     assert load(result.run_dir).model.first.bias is None
 
 

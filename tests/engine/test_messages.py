@@ -26,8 +26,7 @@ def mine(tmp_path, monkeypatch):
 
 
 def test_a_wrong_shape_names_the_users_line_first(train, caplog):
-    result = train(*OWN, "model=own", "model.target=my_messages.Wrong")
-    assert result.status == "failed"
+    result = train(*OWN, "model=own", "model.target=my_messages.Wrong", ends="failed")
     assert result.error.startswith("my_messages.py:")
     assert ": return self.head(x): RuntimeError: " in result.error
     assert "mat1 and mat2 shapes cannot be multiplied (12x6 and 7x3)" in result.error
@@ -43,9 +42,8 @@ def test_parameters_without_gradients_are_named_under_ddp(train):
     assert train(*words, "parallel.find_unused_parameters=true").status == "completed"
 
 
-def test_halves_of_a_dataset_train(make):
-    trainer = make(*OWN, "data.kwargs={kind: half}")
-    trainer.fit()
+def test_halves_of_a_dataset_train(fitted):
+    trainer = fitted(*OWN, "data.kwargs={kind: half}")
     assert next(iter(trainer.read())).x.dtype == (torch.float32)
 
 

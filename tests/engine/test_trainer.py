@@ -36,9 +36,8 @@ def told(trainer, event: str) -> list[dict]:
         (["data.drop_last=true"], [12, 24, 36, 48, 60, 72, 84, 96]),  # the dropped tail is not counted
     ],
 )
-def test_updates_epochs_and_samples_are_counted(make, words, samples):
-    trainer = make(*TAIL, *words)
-    trainer.fit()
+def test_updates_epochs_and_samples_are_counted(fitted, words, samples):
+    trainer = fitted(*TAIL, *words)
     records, updates = told(trainer, "train"), len(samples)
     assert [r["update"] for r in records] == list(range(1, updates + 1))
     assert [r["samples"] for r in records] == samples
@@ -62,9 +61,8 @@ def test_each_epoch_reads_each_sample_once(make):
     [(["epochs=3", "updates=null"], 12), (["epochs=3", "updates=5"], 5), (["epochs=1", "updates=50"], 4)],
     ids=["epochs", "updates", "whichever is first"],
 )
-def test_the_run_is_as_long_as_was_said(make, words, updates):
-    trainer = make(*words)
-    trainer.fit()
+def test_the_run_is_as_long_as_was_said(fitted, words, updates):
+    trainer = fitted(*words)
     assert trainer.progress.updates == trainer.max_updates == updates
 
 
@@ -166,18 +164,16 @@ def test_evaluation_leaves_no_trace_in_the_model(make):
 @pytest.mark.parametrize(
     ("updates", "every", "at"), [("null", 1, [4, 8, 12, 16, 20]), ("null", 2, [8, 16, 20]), ("null", 9, [20]), (6, 1, [4, 6])]
 )
-def test_evaluations_come_as_often_as_asked_for_and_at_the_end(make, updates, every, at):
-    trainer = make(f"updates={updates}", "epochs=5", f"evaluate_every={every}")
-    trainer.fit()
+def test_evaluations_come_as_often_as_asked_for_and_at_the_end(fitted, updates, every, at):
+    trainer = fitted(f"updates={updates}", "epochs=5", f"evaluate_every={every}")
     assert [r["update"] for r in told(trainer, "evaluate")] == at
     assert trainer.progress.final == {k: told(trainer, "evaluate")[-1][k] for k in ("loss", "accuracy")}
 
 
-def test_training_goes_on_as_if_there_had_been_no_evaluation(make):
+def test_training_goes_on_as_if_there_had_been_no_evaluation(fitted):
     ends = []
     for every in (1, 5):
-        trainer = make("model.dropout=0.5", "updates=null", "epochs=3", f"evaluate_every={every}", "saving=none")
-        trainer.fit()
+        trainer = fitted("model.dropout=0.5", "updates=null", "epochs=3", f"evaluate_every={every}", "saving=none")
         ends.append([r["loss"] for r in told(trainer, "train")])
     assert ends[0] == ends[1]
     assert len(ends[0]) == 12
@@ -186,9 +182,8 @@ def test_training_goes_on_as_if_there_had_been_no_evaluation(make):
 # --- logging ---
 
 
-def test_the_log_comes_every_n_updates_and_at_the_end_of_an_epoch(make):
-    trainer = make(*TAIL, "log_every=3")
-    trainer.fit()
+def test_the_log_comes_every_n_updates_and_at_the_end_of_an_epoch(fitted):
+    trainer = fitted(*TAIL, "log_every=3")
     assert [r["update"] for r in told(trainer, "train")] == [3, 5, 6, 9, 10]
 
 
@@ -212,8 +207,7 @@ def test_the_logged_loss_is_the_mean_over_the_samples(make):
 @pytest.mark.parametrize("updates", [4, 1])
 def test_a_loss_that_is_not_finite_ends_the_run_as_diverged(train, updates):
     """The loss of update 1 is finite; what it made of the weights shows in the next one, or in the evaluation alone."""
-    result = train("optimizer.lr=1e30", f"updates={updates}")
-    assert result.status == "diverged"
+    result = train("optimizer.lr=1e30", f"updates={updates}", ends="diverged")
     assert re.search("the loss .*is (nan|inf|not finite)", result.error)
     assert result.updates <= 3
 
@@ -285,8 +279,7 @@ def test_a_loader_that_ends_early_ends_the_run(train, monkeypatch):
 
     whole = Loader.batches
     monkeypatch.setattr(Loader, "batches", lambda *args, **kwargs: islice(whole(*args, **kwargs), 1))
-    result = train()
-    assert result.status == "failed"
+    result = train(ends="failed")
     assert "stream ended after 1 of 2 updates" in result.error
 
 
@@ -312,7 +305,6 @@ class Written(list):
 def test_a_run_whose_loss_has_exploded_says_so(train, log_every):
     words = ["optimizer.lr=2", "updates=8", f"log_every={log_every}", "data.validation=0.2"]
     run = train(*words)
-    assert (run.status, run.error) == ("completed", None)
     assert run.judged("final")["loss"] > 1e6
     assert run.remarks[0].startswith(f"the loss has exploded: loss is {run.judged('final')['loss']:.4g} at the end")
     assert "the loss of the first update was 1.391" in run.remarks[0]

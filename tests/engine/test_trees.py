@@ -74,8 +74,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(train, stop_at, name):  # noqa: 
     words = [*OWN, *RUNS[name], "loader=threads", "loader.num_threads=2"]
     whole = train(*words)
     stop_at(3)
-    stopped = train(*words)
-    assert stopped.status == "interrupted"
+    stopped = train(*words, ends="interrupted")
     stop_at(None)
     resumed = drivetrain.train([f"resume={stopped.run_dir}"])
     assert command.weights(resumed.run_dir) == command.weights(whole.run_dir)
@@ -118,8 +117,7 @@ def test_compilers_train_the_same(train, option):
 )
 def test_other_options_take_them_too(train, name, words):
     words = [*(w for w in RUNS[name] if w.partition("=")[0] not in {w.partition("=")[0] for w in words}), *words]
-    result = train(*OWN, *words)
-    assert result.status == "completed", result.error
+    train(*OWN, *words)
 
 
 def test_the_model_is_called_alike_everywhere(make):

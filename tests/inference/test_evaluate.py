@@ -21,6 +21,8 @@ from drivetrain.inference.evaluation import Evaluation, evaluate
 from drivetrain.inference.finished import Choice
 from tests.support import slow
 from tests.support.command import run
+from tests.support.put import put
+from tests.support.to_end import run_to_end
 
 TEST_SAMPLES = 359  # of data=digits
 
@@ -75,8 +77,7 @@ def test_a_signal_in_the_test_at_a_runs_end_ends_it_where_it_is_saved(told):
     words = ["data=digits", "data.validation=0.1", "model=mlp", "model.hidden=[8]", "epochs=1", "loader=sync"]
     whole = drivetrain.train(words)
     reads = told(signal.SIGTERM)
-    stopped = drivetrain.train(words)
-    assert stopped.status == "interrupted", stopped.error
+    stopped = run_to_end(words, ends="interrupted")
     assert f"a data set was evaluated: go on with resume={stopped.run_dir}" in stopped.error
     assert drivetrain.train([f"resume={stopped.run_dir}"]).metrics == whole.metrics
     reads.clear()
@@ -169,7 +170,7 @@ def test_two_ranks(tmp_path):
     assert found["one"]["metrics"] == pytest.approx(trained, rel=1e-5)
 
 
-def test_a_strangers_run_names_no_code(finished, tmp_path, monkeypatch):
+def test_a_strangers_run_names_no_code(finished, tmp_path):
     """Code of a run that somebody else recorded is not imported; one message gives the command that allows it."""
     (tmp_path / "nets.py").write_text(
         "from drivetrain.model.nets import Mlp\ndef net(shape, classes):\n    return Mlp(shape, classes, [8], 0.0)\n"
@@ -199,8 +200,7 @@ Write = Callable[[Path, int, int], Path]  # (folder, samples, number of the firs
 
 
 def table(folder: Path, rows: Sequence[str], header: str = "size,color,kind,price") -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "t.csv").write_text("\n".join([header, *rows]) + "\n")
+    put(folder / "t.csv", "\n".join([header, *rows]) + "\n")
     return folder / "t.csv"
 
 
@@ -247,8 +247,7 @@ def json_lines(folder: Path, count: int, first: int) -> Path:
 
 def plain_text(folder: Path, count: int, first: int) -> Path:
     """Each line is a passage of its own, of one piece."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "t.txt").write_text("".join(f"line {n:03d}, and {'so on ' * 9}\n" for n in range(first, first + count)))
+    put(folder / "t.txt", "".join(f"line {n:03d}, and {'so on ' * 9}\n" for n in range(first, first + count)))
     return folder / "t.txt"
 
 

@@ -153,9 +153,8 @@ def test_sharded_checkpoints_are_one_file(finished, tmp_path):
     torch.testing.assert_close(*(drivetrain.load(run.run_dir).predict(x).output for run in (whole, parts)), rtol=0, atol=0)
 
 
-def test_the_page_is_right(digits, samples, tmp_path, monkeypatch):
+def test_the_page_is_right(digits, samples):
     """Every example of docs/export.md is run as it stands, on a run that was exported in each format."""
-    monkeypatch.chdir(tmp_path)
     for kind in (kind for kind in export.SUFFIX if kind != "transformers"):  # which needs such a model
         assert main.main(["export", str(digits.run_dir), f"model{export.SUFFIX[kind]}", "--format", kind]) == 0
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

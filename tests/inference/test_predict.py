@@ -29,6 +29,7 @@ from drivetrain.inference.predict import output
 from drivetrain.inference.predictions import Predictions
 from drivetrain.launch.job import checked
 from tests.support import command
+from tests.support.put import put
 
 
 def rows(file: Path) -> list[dict[str, str]]:
@@ -301,8 +302,7 @@ def test_memory_is_bounded_and_order_kept():
 def test_completion(tmp_path):
     """Of the runs, and of what follows."""
     place = tmp_path / "outputs" / "2026-11-21" / "one"
-    place.mkdir(parents=True)
-    (place / "environment.json").write_text("{}")
+    put(place / "environment.json", "{}")
     assert completion.candidates(["drivetrain predict "]) == ["outputs/2026-11-21/one"]
     assert "--data" in completion.candidates([f"drivetrain predict {place} --"])
     assert "update=best" in completion.candidates([f"drivetrain evaluate {place} up"])
@@ -485,8 +485,7 @@ def test_arrays_without_samples_and_complex_ones_are_refused(digits, tmp_path, g
     assert says in capsys.readouterr().err
 
 
-def test_a_number_beyond_float32_is_refused_by_its_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_number_beyond_float32_is_refused_by_its_line(capsys):
     Path("t.csv").write_text("age,label\n" + "".join(f"{'3.5e38' if i == 7 else i},{'xy'[i % 2]}\n" for i in range(40)))
     assert main.main(["train", "data=tabular", "data.path=t.csv", "data.target=label", "model=mlp"]) == 2
     assert "t.csv:9: the column age holds a number that is infinite or beyond float32" in capsys.readouterr().err

@@ -20,8 +20,7 @@ SHORT = ["logger=[]", "runtime.device=cpu", "batch.global_batch=8", "data=jsonl"
 
 
 @pytest.fixture
-def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
+def texts() -> str:
     Path("texts.jsonl").write_text("\n".join(json.dumps({"text": text, "label": label}) for text, label in TEXTS))
     return "data.path=texts.jsonl"
 
@@ -73,7 +72,6 @@ class Net(torch.nn.Module):
 
 @pytest.mark.parametrize("file", ["model.onnx", "model.pt2"])
 def test_codes_of_a_fixed_number_are_no_texts(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("codes_of_tests.py").write_text(FIXED)
     own = ["data=own", "data.target=codes_of_tests.Codes", "model=own", "model.target=codes_of_tests.Net", "updates=2"]

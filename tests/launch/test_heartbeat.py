@@ -18,6 +18,7 @@ from drivetrain.launch import addresses, heartbeat
 from drivetrain.launch.elastic import ended_without_result, rank_folder
 from drivetrain.launch.heartbeat import HeartbeatMonitor, start_heartbeat
 from drivetrain.run import directory
+from tests.support.put import put
 from tests.support.waiting import LIMIT_S, until
 
 
@@ -133,8 +134,7 @@ def test_what_ranks_printed_is_one_file_for_each(tmp_path):
 
     for attempt, rank, name, text in ((0, 1, "stdout", "before\n"), (0, 2, "stderr", ""), (1, 1, "stderr", "after\n")):
         place = tmp_path / f"drivetrain_x1/attempt_{attempt}/{rank}"
-        place.mkdir(parents=True)
-        (place / f"{name}.log").write_text(text)
+        put(place / f"{name}.log", text)
     _gather_output(tmp_path)
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"1.log": "before\nafter\n"}
 
@@ -228,8 +228,7 @@ def test_what_stood_there_is_gone_but_for_what_ranks_printed(tmp_path: Path) -> 
         assert found == folder
         assert [p.name for p in folder.iterdir()] == ["1.log"]
         printed = folder / "drivetrain_y" / "attempt_0" / "1"
-        printed.mkdir(parents=True)
-        (printed / "stdout.log").write_text("and now\n")
+        put(printed / "stdout.log", "and now\n")
     assert (folder / "1.log").read_text() == "printed before\nand now\n"
     assert secret.read_text() == "kept"
 

@@ -22,6 +22,8 @@ from drivetrain.launch import addresses, machine_limits
 from drivetrain.launch.job import prepare
 from drivetrain.saving import space
 from tests.support import command
+from tests.support.put import put
+from tests.support.refusals import problems_of
 from tests.support.waiting import LIMIT_S
 
 
@@ -76,11 +78,8 @@ def test_a_run_that_diverged_says_from_when_on_and_what_to_set():
     ],
 )
 def test_a_class_that_is_no_option(group, target, says, tmp_path):
-    (tmp_path / group).mkdir()
-    (tmp_path / group / "bare.yaml").write_text(f"# a class as it is\n_target_: {target}\n")
-    with pytest.raises(UserError) as refused:
-        prepare([f"{group}=bare", "trust=[torch]"], [str(tmp_path)])
-    assert says in " ".join(refused.value.problems)
+    put(tmp_path / group / "bare.yaml", f"# a class as it is\n_target_: {target}\n")
+    assert says in " ".join(problems_of(prepare, [f"{group}=bare", "trust=[torch]"], [str(tmp_path)]))
 
 
 class Numbers(torch.utils.data.Dataset):

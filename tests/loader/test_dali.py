@@ -6,7 +6,6 @@ import pytest
 import torch
 from PIL import Image
 
-import drivetrain
 from drivetrain.augment.geometry import FlipCrop, RandomResizedCrop
 from drivetrain.batch import Batch
 from drivetrain.core.errors import DataError
@@ -17,6 +16,7 @@ from drivetrain.loader import Loader, Pipeline
 from drivetrain.loader.dali import Dali
 from tests.support import later
 from tests.support.sets import images_of
+from tests.support.to_end import run_to_end
 
 later.package("nvidia.dali")
 CPU = torch.device("cpu")
@@ -104,8 +104,7 @@ def test_it_trains(tiny, tmp_path, files):
         (tmp_path / "set" / str(label)).mkdir(parents=True, exist_ok=True)
         path.rename(tmp_path / "set" / str(label) / path.name)
     words = tiny("data=imagefolder", f"data.root={tmp_path / 'set'}", "data.size=16", "data.holdout=0.3", "loader=dali")
-    result = drivetrain.train(words)
-    assert (result.status, result.updates) == ("completed", 2), result.error
+    run_to_end(words, updates=2)
 
 
 def test_data_without_image_files_is_refused(problems):

@@ -48,6 +48,7 @@ from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 from tests.support import command, drawing_sets
 from tests.support.sets import images_of
+from tests.support.to_end import run_to_end
 from tests.support.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores: on purpose
@@ -293,13 +294,12 @@ def test_a_killed_worker_ends_the_run_to_be_gone_on_with(tiny, tmp_path, monkeyp
 
     monkeypatch.setattr(Tensors, "fetch", dying)
     words = tiny("data=digits", "loader=workers", "loader.num_workers=1", "updates=14", f"saving={saving}")
-    killed = drivetrain.train([*words, "saving.every_updates=1"] if saving == "last" else words)
+    killed = run_to_end([*words, "saving.every_updates=1"] if saving == "last" else words, ends="interrupted")
     assert "loader's worker was killed" in killed.error
     assert "loader.num_workers" in killed.error
     if saving == "none":
         assert "saving=none kept nothing" in killed.error
         return
-    assert killed.status == "interrupted"
     assert f"resume={killed.run_dir}" in killed.error
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)

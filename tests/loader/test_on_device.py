@@ -222,8 +222,7 @@ def test_images_are_handed_over_in_the_steps_format(monkeypatch):
         assert other.x.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_first_layer_that_rounds_its_inputs_trains_on_them_as_on_floats(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_first_layer_that_rounds_its_inputs_trains_on_them_as_on_floats(monkeypatch):
     monkeypatch.setattr(Bf16, "looks_for_slow_layers", False)  # which are kept in float32
     words = ["data=digits", "model=mlp", "precision=bf16", "updates=4", "epochs=1", "batch.global_batch=64", "saving=none"]
     handed_over, rounded = [], Normalize.rounded

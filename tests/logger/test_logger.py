@@ -19,6 +19,7 @@ from drivetrain.logger.base import Guarded, TrackedRun, guarded, known_ids, writ
 from drivetrain.logger.files import Csv, Files, as_rows
 from drivetrain.logger.trackers import TensorBoard, Wandb, has_login
 from tests.support import slow
+from tests.support.to_end import continued
 
 
 def records(run_dir) -> list[dict]:
@@ -268,9 +269,7 @@ def told(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 def tracked(train, tracker: str, *words: str) -> Path:
     """The directory of a run of two updates that was resumed to four."""
     first = train(f"logger=[{tracker},images]", *PICTURES, *words)
-    assert first.status == "completed", first.error
-    again = drivetrain.train([f"resume={first.run_dir}", "updates=4"])
-    assert (again.status, again.updates) == ("completed", 4), again.error
+    again = continued(first.run_dir, "updates=4", updates=4)
     assert tracker in json.loads((again.run_dir / "trackers.json").read_text())
     log = (again.run_dir / "log.txt").read_text()
     assert "failed" not in log, log
@@ -393,7 +392,7 @@ def test_images_are_refused_where_there_are_none(problems):
         drivetrain.train(["data=synthetic", "data.shape=[5,8,8]", "model=mlp", "logger=[images]", "updates=1"])
 
 
-def test_the_pictures_show_what_the_model_sees(train, make):
+def test_the_pictures_show_what_the_model_sees(train):
     """Tiles of the first micro-batch, and predictions by the weights that were evaluated: looking changes nothing in the run."""
     words = ["data=digits", "model=mlp", "augment=[mixup]", "updates=3"]
     plain, shown = train(*words), train(*words, "logger=[images]")

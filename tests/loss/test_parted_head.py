@@ -237,12 +237,11 @@ RUNS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if "compile" in str(words) else ()) for name, words in RUNS.items()]
 )
-def test_a_run_in_parts_is_the_run(name, make, tmp_path):
+def test_a_run_in_parts_is_the_run(name, fitted, tmp_path):
     ends = []
     for chunks in (1, 3):
         (tmp_path / "run").mkdir(exist_ok=True)
-        trainer = make(*TEXT, *RUNS[name], f"loss.chunks={chunks}")
-        trainer.fit()
+        trainer = fitted(*TEXT, *RUNS[name], f"loss.chunks={chunks}")
         losses = [(record["event"], record["loss"]) for record in trainer.log.writers[0] if "loss" in record]
         ends.append((losses, dict(trainer.model.named_parameters())))
     (whole, weights), (parts, found) = ends

@@ -20,6 +20,7 @@ from drivetrain.loss.embedding import LOWEST, SCALE
 from tests.parallel.conftest import ranks  # noqa: F401 (fixture)
 from tests.support.command import ROOT
 from tests.support.same_end import resumed
+from tests.support.to_end import run_to_end
 
 WORDS = [
     "data=own", "data.target=halves.Halves", "data.targets=pair", "data.validation=null", "data.order=sequential", "model=own",
@@ -105,8 +106,7 @@ def test_it_is_saved_and_restored_bit_for_bit(words: list[str]) -> None:
 def test_a_finished_run_of_one_encoder_predicts_and_is_exported(tiny: Callable[..., list[str]], says: Callable[..., str]) -> None:
     """Its temperature is among the weights, and no answer depends on it."""
     words = tiny("task=contrastive", "data=digits", "model=resnet9", "model.width=4", "loss.temperature=learned")
-    result = drivetrain.train(words)
-    assert result.status == "completed", result.error
+    result = run_to_end(words)
     loaded, x = drivetrain.load(result.run_dir), torch.rand(3, 1, 8, 8)
     with loaded.computing():
         expected = loaded.model(x)

@@ -9,6 +9,7 @@ import pytest
 from drivetrain.cli import main
 from drivetrain.measure import rehearse
 from tests.support import command
+from tests.support.put import put
 
 FAULTS = """
 import os, random, signal, time
@@ -302,8 +303,7 @@ def test_a_planted_fault_is_found(tmp_path, fault):
 
 def test_a_disk_that_holds_two_checkpoints_and_not_three(tmp_path, monkeypatch):
     saved = tmp_path / "whole" / "checkpoints" / "2"
-    saved.mkdir(parents=True)
-    (saved / "weights").write_bytes(bytes(100))
+    put(saved / "weights", bytes(100))
     (tmp_path / "whole" / "recipe.yaml").touch()
     monkeypatch.setattr(rehearse.manifest, "checkpoints", lambda _: [saved])
     run = SimpleNamespace(saving=SimpleNamespace(keep=2), values={"output_dir": str(tmp_path)})

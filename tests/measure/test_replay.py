@@ -13,6 +13,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.measure import replay, replay_cause
 from drivetrain.measure.replay import ReplaySettings
 from drivetrain.measure.replay_cause import Found, LookedAt
+from tests.support.to_end import run_to_end
 
 PLANTED = """
 import torch
@@ -126,8 +127,7 @@ def test_a_loss_that_has_none_of_a_sample_is_named(place, words, says):
 @pytest.mark.slow
 def test_a_row_of_any_rank_is_named(place):
     words = ("data.kwargs.bad=77", "parallel=ddp", "parallel.nproc=2", "model.dropout=0.1")
-    run = drivetrain.train([*WORDS, *words])
-    assert run.status == "diverged"
+    run = run_to_end([*WORDS, *words], ends="diverged")
     found = replayed(run.run_dir)
     assert replay_cause.cause(found)[:2] == ("sample", "row 77")
     assert len(found.samples) == 8

@@ -14,6 +14,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.options.horizon import Horizon
 from drivetrain.core.step.modules import keep_in_evaluation
 from drivetrain.model.freezing import Schedule
+from tests.support.refusals import problems_of
 
 RESNET = ["data.shape=[1,8,8]", "model=resnet9", "model.width=4"]
 STAGES = ["model.hidden=[5,5]", "model.freeze=[*]", "model.unfreeze={head: 0, layers.1: 2, layers.0.linear.bias: 3}"]
@@ -105,16 +106,15 @@ def test_in_every_precision(make, precision):
 # --- from which update on ---
 
 
-def test_the_schedule_is_a_function_of_the_names_and_the_run(make):
+def test_the_schedule_is_a_function_of_the_names_and_the_run():
     horizon = Horizon(40, range(10, 41, 10))
     names = ["a.weight", "a.bias", "b.weight", "c"]
     schedule = Schedule(names, ["a", "b.*"], {"a.*": "1.5ep", "a.bias": 0.1, "b": 7}, horizon)
     assert {name: schedule.start(name) for name in names} == {"a.weight": 15, "a.bias": 4, "b.weight": 7, "c": 0}
     assert Schedule(names, ["*"], {"c": 0}, horizon).start("b.weight") == float("inf")
-    with pytest.raises(UserError) as error:
-        Schedule(names, ["d", "a"], {"b": 1}, horizon)
-    assert len(error.value.problems) == 1
-    assert "model.freeze: 'd' matches no parameter of the model" in error.value.problems[0]
+    error = problems_of(Schedule, names, ["d", "a"], {"b": 1}, horizon)
+    assert len(error) == 1
+    assert "model.freeze: 'd' matches no parameter of the model" in error[0]
     with pytest.raises(UserError, match=r"model.unfreeze: 'b' matches no parameter that model.freeze freezes"):
         Schedule(names, ["a"], {"b": 1}, horizon)
 
@@ -180,11 +180,10 @@ class Backbone(nn.Module):
         return self.head(self.norm(self.waits(self.frozen(self.still(x)))))
 
 
-def test_what_a_model_has_frozen_and_put_into_evaluation_stays_there(make, caplog):
+def test_what_a_model_has_frozen_and_put_into_evaluation_stays_there(fitted, caplog):
     """What it froze alone, or put into evaluation alone as transformers' from_pretrained does, trains as in a loop by hand."""
     caplog.set_level("INFO", "drivetrain")
-    trainer = make("model=own", "model.target=tests.model.test_freezing.Backbone", "trust=[tests]", "updates=2")
-    trainer.fit()
+    trainer = fitted("model=own", "model.target=tests.model.test_freezing.Backbone", "trust=[tests]", "updates=2")
     trainer.model.train()
     assert {n for n, m in trainer.model.named_modules() if m.training} == {"", "frozen", "waits", "waits.0", "waits.1", "head"}
     counts = {n: int(m.num_batches_tracked) for n, m in trainer.model.named_modules() if isinstance(m, nn.BatchNorm1d)}

@@ -8,11 +8,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
-import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.model.shipped import Mlp, ResNet9
 from drivetrain.model.timm import TimmModel
 from drivetrain.model.weights import load_into
+from tests.support.to_end import continued
 
 SHAPE, CLASSES = (3, 8, 8), 4
 VIT = {"img_size": 8, "patch_size": 4, "depth": 2, "embed_dim": 24, "num_heads": 2}
@@ -235,7 +235,7 @@ def test_the_first_convolution_of_any_model_is_adapted(tmp_path):
 # --- in a run ---
 
 
-def test_a_runs_directory_means_its_best_checkpoint_or_the_newest_valid_one(train, tmp_path):
+def test_a_runs_directory_means_its_best_checkpoint_or_the_newest_valid_one(train):
     run_dir = train("saving=last", "saving.every_updates=1", "updates=4", "saving.keep=4").run_dir
     checkpoint = {int(p.name): safetensors.torch.load_file(p / "model.safetensors") for p in run_dir.glob("checkpoints/*")}
     result = json.loads((run_dir / "result.json").read_text())
@@ -278,15 +278,14 @@ def test_a_resumed_run_goes_on_from_its_checkpoint_and_needs_the_file_no_more(tr
     first = train(f"model.weights={file}", "saving=last", "updates=2")
     straight = train(f"model.weights={file}", "saving=last", "updates=3")
     file.unlink()
-    resumed = drivetrain.train([f"resume={first.run_dir}", "updates=3"])
-    assert resumed.status == "completed", resumed.error
+    resumed = continued(first.run_dir, "updates=3")
     ends = [safetensors.torch.load_file(r.run_dir / "checkpoints" / "3" / "model.safetensors") for r in (straight, resumed)]
     assert same(*ends)
     with pytest.raises(UserError, match="no such file"):
         raise UserError(train(f"model.weights={file}").error)
 
 
-def test_biases_that_surgery_removes_are_accounted_for(make, train, tmp_path):
+def test_biases_that_surgery_removes_are_accounted_for(make, tmp_path):
     """The file's biases are subtracted from the norms' means, and the checkpoint of an edited model is the same function."""
     words = ["data.shape=[1,8,8]", "model=resnet9", "model.width=4", "model.bias=true"]
     edited = [*words, "surgery=[no_bias_before_norm]"]

@@ -16,7 +16,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import drivetrain
 from drivetrain.config.catalog import content, option_files
 from drivetrain.config.compose import compose
 from drivetrain.config.validate import machine_local_keys, validate, validate_device
@@ -41,6 +40,8 @@ from drivetrain.saving.checkpoint_io import load_optimizer
 from drivetrain.scheduler.curves import Cosine
 from tests.support import stand_ins
 from tests.support.command import checkpoints, tensors
+from tests.support.refusals import problems_of
+from tests.support.to_end import continued, run_to_end
 
 # --- whole runs: every optimizer learns the digits, and what is evaluated, saved and resumed are the right weights ---
 
@@ -59,8 +60,7 @@ def short(names: Iterable[str], *normal: str) -> list[Any]:
 
 def run(out: Path, *words: str, epochs: int = 5) -> Result:
     fixed = ["model=mlp", f"epochs={epochs}", f"output_dir={out}", "runtime.threads=1"]
-    result = drivetrain.train([*fixed, *words])
-    assert result.status == "completed", result.error
+    result = run_to_end([*fixed, *words])
     return result
 
 
@@ -210,12 +210,11 @@ def test_layer_decay_follows_the_forward_in_timms_families(name: str, kwargs: di
 
 
 def test_patterns_without_effect_are_named() -> None:
-    with pytest.raises(UserError) as caught:
-        torch_optim.Sgd(no_weight_decay=["haed", "layers"], lr_multipliers={"layers.7": 2}).create(mlp())
-    assert len(caught.value.problems) == 2
-    assert "optimizer.no_weight_decay: 'haed' matches no trainable parameter" in caught.value.problems[0]
-    assert "'head'" in caught.value.problems[0]
-    assert "optimizer.lr_multipliers: 'layers.7'" in caught.value.problems[1]
+    caught = problems_of(torch_optim.Sgd(no_weight_decay=["haed", "layers"], lr_multipliers={"layers.7": 2}).create, mlp())
+    assert len(caught) == 2
+    assert "optimizer.no_weight_decay: 'haed' matches no trainable parameter" in caught[0]
+    assert "'head'" in caught[0]
+    assert "optimizer.lr_multipliers: 'layers.7'" in caught[1]
     with pytest.raises(UserError, match=r"layer_decay=0.5 wants a model of several layers"):
         torch_optim.Sgd(layer_decay=0.5).create(torch.nn.Linear(3, 3))
 
@@ -445,8 +444,7 @@ def test_apex_trains_saves_and_goes_on(train, tmp_path, monkeypatch):
     length = ["epochs=9", "optimizer.lr=0.01"]
     part = train(*length, "optimizer=apex_adam", "updates=2")
     plain = train(*length, "optimizer=adamw", "optimizer.fused=false", "updates=4")
-    gone_on = drivetrain.train([f"resume={part.run_dir}", "updates=4"])
-    assert (gone_on.status, gone_on.updates) == ("completed", 4), gone_on.error
+    gone_on = continued(part.run_dir, "updates=4", updates=4)
     end, again = ((Path(run.run_dir) / "checkpoints/4/model.safetensors").read_bytes() for run in (plain, gone_on))
     assert end == again
 

@@ -9,11 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from drivetrain.core.machine.forking import ForkedProcess
 from drivetrain.core.world import World
 
 SECONDS = 120  # that two ranks may take
+
+
+@pytest.fixture
+def make(make):
+    """`make(*words)`: a trainer. With `world=` on a rank: those that have met serve every further run of their processes."""
+
+    def built(*words, **where):
+        trainer = make(*words, **where)
+        if where.get("world") and dist.is_initialized():
+            dist.rendezvous = lambda *_, **__: iter([(dist.HashStore(), 0, 0)])
+            dist.init_process_group = lambda *_, **__: None
+        return trainer
+
+    return built
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.step.blocks import sequential_blocks
 from drivetrain.parallel import onehost, pipeline_stages
 from drivetrain.parallel.pipeline_stages import StagedForward, check_stages, stages_match_model
+from tests.support.refusals import problems_of
 
 WIDTH = 6
 
@@ -130,9 +131,9 @@ def test_residual_blocks_are_cut_however_they_begin(scale):
 
 def test_what_cannot_be_cut_is_refused_with_its_reason():
     def reason(model, row, ranges=((0, 2), (2, 4)), example=None):
-        with pytest.raises(UserError) as refused:
-            check_stages(model, row, list(ranges), torch.zeros(2, WIDTH) if example is None else example)
-        return str(refused.value)
+        return "\n".join(
+            problems_of(check_stages, model, row, list(ranges), torch.zeros(2, WIDTH) if example is None else example)
+        )
 
     model = Own(in_a_row)
     model.blocks[3][0].weight = model.blocks[0][0].weight

@@ -1,13 +1,12 @@
 """With more than two ranks the order of sums over them counts: a resumed run adds in the order of the unbroken one."""
 
-import copy
 from typing import Any
 
 import pytest
 
 from drivetrain.core.world import World
 from drivetrain.measure.rehearse import flat
-from tests.parallel.test_whole_layers import stay_together
+from tests.support.ranks import train_to
 
 BASE = ["parallel=ddp", "parallel.nproc=4", "runtime.device=cpu", "runtime.threads=1", "saving=none", "updates=5"]
 CASES = {
@@ -25,17 +24,9 @@ CASES = {
 def test_four_ranks_go_on_to_the_same_bits(ranks, make, case):
     words = [*BASE, *CASES[case]]
 
-    def train_to(update: int, trainer: Any) -> Any:
-        trainer.max_updates = update
-        trainer.fit()
-        full = trainer.parallel.full_state_dict(trainer.model, trainer.state())
-        trainer.parallel.finish_collectives()
-        return full
-
     def work(world: World) -> Any:
         trainer = make(*words, world=world)
-        stay_together()
-        saved = copy.deepcopy(trainer.parallel.broadcast_object(train_to(2, trainer)))
+        saved = trainer.parallel.broadcast_object(train_to(2, trainer))
         whole = train_to(5, trainer)
         again = make(*words, world=world)
         again.restore(*saved)

@@ -1,19 +1,18 @@
 """Optimizer states shared over ranks (ZeRO-1): the same bits as under ddp, and a share of the states on each rank."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.launch import worker
 from drivetrain.launch.job import prepare
 from drivetrain.measure.rehearse import flat
 from drivetrain.saving import checkpoint_io
-from tests.parallel.test_whole_layers import stay_together
+from tests.support.ranks import saved, train_to
+from tests.support.refusals import problems_of
 
 COMMON = ["runtime.device=cpu", "runtime.threads=1", "saving=none", "updates=4", "model=mlp", "model.hidden=[16,64,48]"]
 DDP = ["parallel=ddp", "parallel.nproc=2"]
@@ -38,19 +37,6 @@ SHORT = ("all at once", "muon")
 SHARED = "parallel.shard_optimizer=true"
 
 
-def saved(trainer: Any) -> Any:
-    """Weights and state as a checkpoint has them, on rank 0."""
-    full = copy.deepcopy(trainer.parallel.full_state_dict(trainer.model, trainer.state()))
-    trainer.parallel.finish_collectives()
-    return full
-
-
-def train_to(update: int, trainer: Any) -> Any:
-    trainer.max_updates = update
-    trainer.fit()
-    return saved(trainer)
-
-
 def state_bytes(trainer: Any) -> int:
     tensors = [t for t in tree_leaves(trainer.optimizer.state_dict()["state"]) if isinstance(t, torch.Tensor)]
     return sum(t.nbytes for t in tensors if not t.is_meta and t.ndim)
@@ -66,7 +52,6 @@ def test_two_ranks_share_states_and_train_to_the_same_bits_also_after_a_resume(r
 
     def work(world: World) -> Any:
         plain = make(*words, world=world)
-        stay_together()
         expected = train_to(2, plain) and train_to(4, plain)
         trainer = make(*words, SHARED, world=world)
         middle = trainer.parallel.broadcast_object(train_to(2, trainer))
@@ -89,12 +74,8 @@ def test_a_norm_of_all_gradients_differs_by_the_order_of_its_sum(ranks, make, fl
     words = [*COMMON, *DDP, "optimizer=nvlamb", "optimizer.max_grad_norm=0.05"]
 
     def work(world: World) -> Any:
-        found = []
-        for more in ([], [SHARED]):
-            trainer = make(*words, *more, world=world)
-            stay_together()
-            found.append({name: w.tolist() for name, w in train_to(4, trainer)[0].items()})
-        return found
+        trainers = (make(*words, *more, world=world) for more in ([], [SHARED]))
+        return [{name: w.tolist() for name, w in train_to(4, trainer)[0].items()} for trainer in trainers]
 
     (plain, shared), _ = ranks(work)
     for name, weight in plain.items():
@@ -109,7 +90,6 @@ def test_what_two_ranks_saved_goes_on_on_one_and_on_four(ranks, make, tmp_path, 
 
     def saves(world: World) -> Any:
         trainer = make(*words, *DDP, SHARED, "saving=last", f"saving.sharded={sharded}", world=world)
-        stay_together()
         return without_log(train_to(2, trainer))
 
     whole, _ = ranks(saves)
@@ -120,14 +100,12 @@ def test_what_two_ranks_saved_goes_on_on_one_and_on_four(ranks, make, tmp_path, 
     kept = {key: value for key, value in whole.items() if key.startswith(("0.", "1.optimizer.state", "1.ema"))}
     assert {key: alone[key] for key in kept} == kept
     assert {key.split(".")[1] for key in kept} >= {"optimizer", "ema"}
-    one.max_updates = 3
-    one.fit()
+    train_to(3, one)
 
     def goes_on(world: World) -> Any:
         found = []
         for more in ([], [SHARED]):
             trainer = make(*words, "parallel=ddp", "parallel.nproc=4", *more, world=world)
-            stay_together()
             trainer.restore(*worker.load(at, trainer.parallel))
             found.append(without_log(train_to(4, trainer)))
         return found
@@ -141,12 +119,7 @@ def test_phases_share_their_own_weights(ranks, make):
     words = [*COMMON, *DDP, "phases={body: {parameters: ['layers.*']}, head: {parameters: ['head.*'], every: 2}}"]
 
     def work(world: World) -> Any:
-        found = []
-        for more in ([], [SHARED]):
-            trainer = make(*words, *more, world=world)
-            stay_together()
-            found.append(without_log(train_to(4, trainer)))
-        return found
+        return [without_log(train_to(4, make(*words, *more, world=world))) for more in ([], [SHARED])]
 
     (plain, shared), _ = ranks(work)
     assert shared == plain
@@ -176,8 +149,6 @@ def test_one_rank_shares_nothing_and_says_so():
 
 def test_more_ranks_than_weights_are_refused(ranks, make):
     def work(world: World) -> str:
-        with pytest.raises(UserError) as refused:
-            make(*COMMON, *DDP, SHARED, "model.freeze=[layers.*,head.weight]", world=world)
-        return str(refused.value)
+        return "\n".join(problems_of(make, *COMMON, *DDP, SHARED, "model.freeze=[layers.*,head.weight]", world=world))
 
     assert all("2 ranks share 1 trained weights, and each needs one: set" in said for said in ranks(work))

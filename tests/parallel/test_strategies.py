@@ -17,9 +17,11 @@ from drivetrain.parallel import fsdp
 from drivetrain.run.result import Result
 from drivetrain.saving import checkpoint_io
 from tests.clip.test_clip import BITES
-from tests.parallel.test_whole_layers import by_name, saved, stay_together
+from tests.parallel.test_whole_layers import by_name
 from tests.support import command
 from tests.support.command import records
+from tests.support.ranks import saved
+from tests.support.to_end import run_to_end
 
 RUN = [
     "data=synthetic", "data.shape=[3,8,8]", "data.classes=4", "data.samples=57", "data.test_samples=7", "data.drop_last=false",
@@ -85,10 +87,8 @@ def of_files(result: Result) -> Ended:
 
 def of_trainer(trainer: Any) -> Ended | None:
     """Train; the end of the run, on rank 0."""
-    stay_together()
     trainer.fit()
     weights, state = saved(trainer)
-    trainer.parallel.finish_collectives()
     if trainer.parallel.world.rank:
         return None
     *_, evaluated = told = trainer.log.writers[0]
@@ -273,8 +273,7 @@ def test_a_run_goes_on_under_any_other_strategy(done, tmp_path, chain):
         if strategy == "one process" and kept is SHARDED:
             kept = ["saving.sharded=false"]
         of_strategy = STRATEGIES.get(strategy, ["parallel=single"])
-        result = drivetrain.train([*words, *of_strategy, *kept, f"updates={updates}"])
-        assert (result.status, result.updates) == ("completed", updates), (strategy, result.error)
+        result = run_to_end([*words, *of_strategy, *kept, f"updates={updates}"], updates=updates)
         words = [f"resume={result.run_dir}", "resume_changed=true"]
         assert main.main(["export", str(result.run_dir), str(tmp_path / "plain.safetensors")]) == 0
         assert safetensors.torch.load_file(tmp_path / "plain.safetensors").keys() == alone.weights.keys()
@@ -284,8 +283,7 @@ def test_a_run_goes_on_under_any_other_strategy(done, tmp_path, chain):
 def test_every_rank_writes_its_part_and_any_strategy_reads_them(done, tmp_path):
     alone, words = of_files(done(*QUICK)), [*RUN, *QUICK]
     sharded = ["saving.sharded=true", "saving.asynchronous=true"]
-    first = drivetrain.train([*words, *STRATEGIES["fsdp"], *sharded, "updates=2", f"output_dir={tmp_path}"])
-    assert first.status == "completed", first.error
+    first = run_to_end([*words, *STRATEGIES["fsdp"], *sharded, "updates=2", f"output_dir={tmp_path}"])
     saved = Path(first.run_dir) / "checkpoints" / "2"
     assert {f.name for f in saved.iterdir()} == {"__0_0.distcp", "__1_0.distcp", "pieces.json", "state.pt", "manifest.json"}
     sizes = [(saved / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
@@ -294,8 +292,7 @@ def test_every_rank_writes_its_part_and_any_strategy_reads_them(done, tmp_path):
     plain = safetensors.torch.load_file(tmp_path / "plain.safetensors")
     assert {n: t.shape for n, t in plain.items()} == {n: t.shape for n, t in alone.weights.items()}
     go_on = ["resume_changed=true", f"resume={first.run_dir}"]
-    result = drivetrain.train([*go_on, *STRATEGIES["pipeline"], "updates=3"])
-    assert (result.status, result.updates) == ("completed", 3), result.error
+    run_to_end([*go_on, *STRATEGIES["pipeline"], "updates=3"], updates=3)
     result = drivetrain.train([*go_on, "parallel=single", "saving.sharded=false", "updates=4"])
     equal(alone, of_files(result), 1e-9)
 
@@ -330,8 +327,7 @@ def test_a_network_with_batch_norms_is_gathered_in_float32(monkeypatch, norm, dt
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "split", "dp"])
 def test_digits_to_the_same_accuracy(tmp_path, strategy):
     words = ["precision=bf16", "batch=accumulate", f"output_dir={tmp_path}"]
-    one, many = drivetrain.train(words), drivetrain.train([*words, *STRATEGIES[strategy]])
-    assert many.status == "completed", many.error
+    one, many = run_to_end(words), run_to_end([*words, *STRATEGIES[strategy]])
     accuracy = one.judged("final")["accuracy"]
     two_errors = 2 * (2 * accuracy * (1 - accuracy) / 288) ** 0.5  # of a difference, on so many validation samples
     assert many.judged("final")["accuracy"] == pytest.approx(accuracy, abs=two_errors)

@@ -23,8 +23,8 @@ from drivetrain.parallel.pipeline_stages import PipelineStep
 from drivetrain.precision import cpu_half
 from drivetrain.precision.base import Precision
 from tests.engine.test_stages import LENGTHS, TEXTS
-from tests.parallel.test_whole_layers import stay_together
 from tests.support import slow
+from tests.support.ranks import weights
 
 SHARDS = ["parallel=fsdp", "parallel.nproc=2", "model.hidden=[16]", "runtime.device=cpu", "runtime.threads=1"]
 
@@ -90,12 +90,8 @@ def test_an_evaluation_with_a_tail_that_does_not_divide_counts_each_sample_once(
     cases = [["model.hidden=[16]", f"data.test_samples={samples}"] for samples in (11, 5, 17)]
 
     def work(world: World) -> Any:
-        found = []
-        for words in cases:
-            trainer = make(*SHARDS, *words, world=world)
-            stay_together()
-            found.append((trainer.evaluator.metrics(), sharded_weights(trainer.model)))
-        return found
+        trainers = (make(*SHARDS, *words, world=world) for words in cases)
+        return [(trainer.evaluator.metrics(), sharded_weights(trainer.model)) for trainer in trainers]
 
     alone = [make(*words).evaluator.metrics() for words in cases]
     for found in ranks(work):
@@ -111,7 +107,6 @@ def test_fsdp_gathers_and_frees_weights_when_it_should(ranks, make):
         found = []
         for reshard in ("false", "true"):
             trainer = make(*SHARDS, f"parallel.reshard_after_forward={reshard}", world=world)
-            stay_together()
             x = next(trainer.read()).x
             trainer.model.train()
             trainer.evaluator.forward(x)
@@ -124,7 +119,7 @@ def test_fsdp_gathers_and_frees_weights_when_it_should(ranks, make):
     assert ranks(work) == [[False, True, True, True]] * 2
 
 
-def test_fsdp_reduces_gradients_once_an_update(ranks, make):
+def test_fsdp_reduces_gradients_once_an_update(ranks, make, fitted):
     """Of three micro-batches the last one alone, unless the run asks for all; the gradients are then those of both ranks."""
     words = ["updates=2", "model.hidden=[16]", "clip=norm", "clip.max_norm=0.01", "batch=accumulate"]
 
@@ -133,7 +128,6 @@ def test_fsdp_reduces_gradients_once_an_update(ranks, make):
         for each in ("false", "true"):
             split = ["batch.accumulation_steps=3", f"parallel.sync_each_micro={each}"]
             trainer = make(*SHARDS, *words, *split, world=world)
-            stay_together()
             reduced, group = [], trainer.model._get_fsdp_state()._fsdp_param_group
             after = group.post_backward
 
@@ -143,51 +137,39 @@ def test_fsdp_reduces_gradients_once_an_update(ranks, make):
 
             group.post_backward = counted
             trainer.fit()
-            weights, _ = trainer.parallel.full_state_dict(trainer.model, trainer.state())
-            trainer.parallel.finish_collectives()
-            found.append((sum(reduced), {n: w.tolist() for n, w in weights.items() if w is not None}))
+            found.append((weights(trainer), sum(reduced)))
         return found
 
-    alone = make(*words, "batch.accumulation_steps=6")
-    alone.fit()
+    alone = fitted(*words, "batch.accumulation_steps=6")
     first, second = ranks(work)
-    assert [count for count, _ in first] == [count for count, _ in second] == [2, 6]
-    for _, weights in first:
+    assert [count for _, count in first] == [count for _, count in second] == [2, 6]
+    for of_ranks, _ in first:
         for name, weight in alone.model.state_dict().items():
-            torch.testing.assert_close(torch.tensor(weights[name]), weight, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(torch.tensor(of_ranks[name]), weight, rtol=1e-5, atol=1e-7)
 
 
-def test_shards_are_gathered_in_float32_where_layers_stay_in_it(ranks, make, monkeypatch):
+def test_shards_are_gathered_in_float32_where_layers_stay_in_it(ranks, fitted, monkeypatch):
     """On a CPU that is slow in bfloat16: weights in bfloat16 do not fit activations in float32. Elsewhere they are bfloat16."""
 
     def work(world: World) -> Any:
         found = []
         for slowness in (9.0, 1.0):
             monkeypatch.setattr(cpu_half, "measure", lambda *_, slow=slowness: slow)
-            trainer = make(*SHARDS, "precision=bf16", "updates=1", world=world)
-            stay_together()
-            trainer.fit()
+            trainer = fitted(*SHARDS, "precision=bf16", "updates=1", world=world)
             found.append(trainer.model._get_fsdp_state()._mp_policy.param_dtype)
         return found
 
     assert ranks(work) == [[None, torch.bfloat16]] * 2
 
 
-def test_parts_of_a_recomputed_block_that_are_sharded_by_themselves(ranks, make):
+def test_parts_of_a_recomputed_block_that_are_sharded_by_themselves(ranks, fitted):
     """With weights in bfloat16 a block's norms stay in float32, as shards of their own within it."""
     words = ["model=resnet9", "model.width=4", "data.shape=[3,8,8]", "precision=bf16_pure", "optimizer=sgd", "saving=none"]
     sharded = ["parallel=fsdp", "parallel.nproc=2", "runtime.device=cpu", "runtime.threads=1", "updates=2"]
 
     def work(world: World) -> Any:
-        found = []
-        for option in ("none", "selective", "blocks"):
-            trainer = make(*words, *sharded, f"checkpointing={option}", world=world)
-            stay_together()
-            trainer.fit()
-            weights, _ = trainer.parallel.full_state_dict(trainer.model, trainer.state())
-            trainer.parallel.finish_collectives()
-            found.append({n: w.tolist() for n, w in weights.items() if w is not None})
-        return found
+        options = ("none", "selective", "blocks")
+        return [weights(fitted(*words, *sharded, f"checkpointing={option}", world=world)) for option in options]
 
     (plain, *recomputed), _ = ranks(work)
     assert recomputed == [plain] * 2
@@ -251,8 +233,7 @@ def test_stages_on_two_ranks_equal_those_in_one_process(ranks, tiny, tmp_path, s
         staged.build()
         staged.fit()
         context.on_exit.close()
-        weights, _ = staged.trainer.parallel.full_state_dict(staged.trainer.model, staged.trainer.state())
-        return {name: w.tolist() for name, w in weights.items() if w is not None}, staged.number
+        return weights(staged.trainer), staged.number
 
     one, number = work(World())
     two, _ = ranks(lambda world: work(world, *f"parallel={strategy}".split(), "parallel.nproc=2"))
@@ -265,17 +246,17 @@ def test_schedule_free_averages_are_those_of_one_process_on_each_rank_also_where
     """The weights that are evaluated and saved, what the evaluation says of them, and those that train on."""
     words = ["optimizer=schedulefree", "optimizer.lr=0.05", "updates=6", "model.hidden=[16]", "saving=none", "runtime.threads=1"]
 
-    def weights(trainer: Any) -> dict[str, Any]:
+    def held(trainer: Any) -> dict[str, Any]:
         return {name: t.tolist() for name, t in trainer.model.state_dict().items()}
 
     def ended(trainer: Any) -> list[Any]:
         """The average, its loss, and the weights that are trained, which an evaluation puts back bit for bit."""
         trainer.max_updates = 6
         trainer.fit()
-        trained, loss = weights(trainer), trainer.log.writers[0][-1]["loss"]
+        trained, loss = held(trainer), trainer.log.writers[0][-1]["loss"]
         with trainer.evaluator.eval_weights():
-            average = weights(trainer)
-        assert weights(trainer) == trained != average
+            average = held(trainer)
+        assert held(trainer) == trained != average
         return [average, trained, loss]
 
     def stops_and_goes_on(world: World) -> Any:
@@ -283,9 +264,9 @@ def test_schedule_free_averages_are_those_of_one_process_on_each_rank_also_where
         trainer.max_updates = 3
         trainer.fit()
         with trainer.evaluator.eval_weights():
-            saved = copy.deepcopy((dict(trainer.model.state_dict()), trainer.state()))
+            middle = copy.deepcopy((dict(trainer.model.state_dict()), trainer.state()))
         found = ended(trainer)
-        trainer.restore(*saved)
+        trainer.restore(*middle)
         assert ended(trainer) == found
         return found
 
@@ -314,13 +295,10 @@ QUARTERS = ["batch=accumulate", "batch.accumulation_steps=4"]
 def sums(make: Any, words: list[str], **more: Any) -> tuple[list[float], list[Any]]:
     """The two estimates that a rank has summed, and its weights, where every update is measured."""
     trainer = make(*COMMON, *words, **more)
-    stay_together()
     trainer.log.noise.every = 1
     trainer.log.restart = lambda *_: None  # keeps the sums
     trainer.fit()
-    weights = trainer.parallel.full_state_dict(trainer.model, trainer.state())[0]
-    trainer.parallel.finish_collectives()
-    return trainer.log.noise.sums.tolist(), [w.tolist() for w in weights.values() if w is not None]
+    return trainer.log.noise.sums.tolist(), list(weights(trainer).values())
 
 
 def of_ranks(ranks: Any, make: Any, runs: list[list[str]], count: int = 2) -> list[Any]:
@@ -338,10 +316,10 @@ def test_it_is_that_of_accumulation(ranks, make):
     found = of_ranks(ranks, make, [[f"parallel={strategy}", *words] for words in both for strategy in ("ddp", "fsdp")])
     for words, of_strategies in zip(both, (found[:2], found[2:]), strict=True):
         accumulated, same = sums(make, [*HALVES, *words])
-        for (first, weights), (second, _) in of_strategies:
+        for (first, trained), (second, _) in of_strategies:
             assert first == pytest.approx(accumulated, rel=1e-4)
             assert second != pytest.approx(first, rel=1e-2)  # of other samples
-            assert all(torch.allclose(torch.tensor(a), torch.tensor(b)) for a, b in zip(weights, same, strict=True))
+            assert all(torch.allclose(torch.tensor(a), torch.tensor(b)) for a, b in zip(trained, same, strict=True))
 
 
 KEPT = ["parallel=fsdp", "parallel.reshard_after_forward=false", "checkpointing=blocks"]
@@ -373,7 +351,6 @@ def test_measuring_leaves_no_hook_and_changes_nothing(ranks, make):
         found = []
         for every in (1, 100):
             trainer = make(*COMMON, *MLP, "parallel=fsdp", "parallel.nproc=2", world=world, run_dir=Path(f"{world.rank}"))
-            stay_together()
             trainer.log.noise.every = every
             trainer.fit()
             hooks = sum(len(module._forward_pre_hooks) for module in trainer.model.modules())
@@ -418,9 +395,8 @@ def as_recorded(monkeypatch):
     torch._dynamo.reset()
 
 
-def trained(make: Any, words: list[str], world: World | None = None) -> dict[str, Any]:
-    trainer = make(*RECORDED, *words, world=world)
-    trainer.fit()
+def recorded(fitted: Any, words: list[str], world: World | None = None) -> dict[str, Any]:
+    trainer = fitted(*RECORDED, *words, world=world)
     trainer.parallel.finish_collectives()
     return {name: tensor.tolist() for name, tensor in trainer.model.state_dict().items()}
 
@@ -438,40 +414,38 @@ def assert_close(of_rank: dict[str, Any], one: dict[str, Any], to: float) -> Non
 @pytest.mark.parametrize(
     "case", [name if name == "accumulation" else pytest.param(name, marks=pytest.mark.slow) for name in GRAPHS]
 )
-def test_ranks_with_one_graph_are_one_process(ranks, make, float64, as_recorded, case):
+def test_ranks_with_one_graph_are_one_process(ranks, fitted, float64, as_recorded, case):
     def work(world: World) -> Any:
-        found = trained(make, ["parallel=ddp", "compile=step", *GRAPHS[case]], world)
+        found = recorded(fitted, ["parallel=ddp", "compile=step", *GRAPHS[case]], world)
         names = [[str(node.target) for node in graph.graph.nodes] for graph in as_recorded]
         return found, sum(any("_c10d_functional.all_reduce" in name for name in of_graph) for of_graph in names), len(names)
 
     (first, reducing, count), (second, *_) = ranks(work)
     assert first == second
-    assert_close(first, trained(make, alone(GRAPHS[case])), 1e-10)
+    assert_close(first, recorded(fitted, alone(GRAPHS[case])), 1e-10)
     assert reducing >= 1
     assert count == (2 if case == "accumulation" else reducing)  # the micro-batches before the last one reduce nothing
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["accumulation", "sgd"])
-def test_inductor_compiles_the_all_reduce(ranks, make, float64, case):
+def test_inductor_compiles_the_all_reduce(ranks, fitted, float64, case):
     def work(world: World) -> Any:
-        return trained(make, ["parallel=ddp", "compile=step", *GRAPHS[case]], world)
+        return recorded(fitted, ["parallel=ddp", "compile=step", *GRAPHS[case]], world)
 
     first, second = ranks(work)
     assert first == second
-    assert_close(first, trained(make, alone(GRAPHS[case])), 1e-10)
+    assert_close(first, recorded(fitted, alone(GRAPHS[case])), 1e-10)
 
 
 @pytest.mark.slow
-def test_an_overflow_of_one_rank_skips_the_update_of_all(ranks, make, as_recorded):
+def test_an_overflow_of_one_rank_skips_the_update_of_all(ranks, fitted, as_recorded):
     words = [*SMALL, "precision=amp", f"precision.init_scale={2.0**13}", "precision.growth_interval=1", "epochs=9", "updates=8"]
 
     def work(world: World) -> Any:
         found = {}
         for compiler in ("none", "step"):
-            trainer = make(*RECORDED, *words, "parallel=ddp", f"compile={compiler}", world=world)
-            stay_together()
-            trainer.fit()
+            trainer = fitted(*RECORDED, *words, "parallel=ddp", f"compile={compiler}", world=world)
             trainer.parallel.finish_collectives()
             found[compiler] = trainer.progress.skipped, trainer.precision.scaler.get_scale()
         return found
@@ -496,14 +470,14 @@ class ReadsOnRankOne(nn.Module):
         return out * 1.0
 
 
-def test_where_one_rank_cannot_record_all_go_on_without_graphs(ranks, make, float64, as_recorded, monkeypatch, caplog):
+def test_where_one_rank_cannot_record_all_go_on_without_graphs(ranks, fitted, float64, as_recorded, monkeypatch, caplog):
     """The all-reduce is the same whichever way a rank computes its gradients, and after that update they agree, to the bit."""
     monkeypatch.setattr("drivetrain.core.lazy.torch.compile", lambda model, **_: model)
     own = ["model=own", f"model.target={__name__}.ReadsOnRankOne", "trust=[tests]", "data.classes=3", "data.shape=[1,4,4]"]
 
     def work(world: World) -> Any:
         with caplog.at_level(logging.WARNING):
-            found = trained(make, ["parallel=ddp", "compile=step", *own], world)
+            found = recorded(fitted, ["parallel=ddp", "compile=step", *own], world)
         return found, len(as_recorded), [line for line in caplog.messages if "cannot be one graph" in line]
 
     (first, recorded, (told,)), (second, not_recorded, (and_told,)) = ranks(work)
@@ -511,7 +485,7 @@ def test_where_one_rank_cannot_record_all_go_on_without_graphs(ranks, make, floa
     assert "another rank cannot record it" in told
     assert "out of a tracing" in and_told
     assert first == second
-    assert_close(first, trained(make, own), 1e-10)
+    assert_close(first, recorded(fitted, own), 1e-10)
 
 
 def test_what_a_graph_of_ranks_cannot_do_is_refused(problems):

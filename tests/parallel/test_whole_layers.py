@@ -1,6 +1,5 @@
 """Options that need whole layers equal one process where each rank holds a part of them, and go on exactly from a checkpoint."""
 
-import copy
 import importlib.util
 import pickle
 from functools import partial
@@ -19,6 +18,7 @@ from drivetrain.launch import worker
 from drivetrain.measure.rehearse import flat
 from drivetrain.parallel.sharded import WholeWeights, parts_of
 from drivetrain.saving import checkpoint_io
+from tests.support.ranks import saved, train_to
 
 VIT = [
     "model=timm", "model.name=vit_tiny_patch16_224", "data.shape=[3,8,8]",
@@ -62,39 +62,20 @@ SOAPS = {
 
 def ended(trainer: Any) -> dict[str, Any]:
     """Weights and optimizer state by name at a run's end, on rank 0."""
-    stay_together()
     trainer.fit()
     weights, state = saved(trainer)
-    trainer.parallel.finish_collectives()
     return {**weights, **by_name(state["optimizer"])} if trainer.parallel.world.rank == 0 else {}
 
 
 def ended_twice(make: Any, words: list[str], world: World) -> list[dict[str, Any]]:
     """The end of a run, and that of one which goes on from what it was after two updates."""
     trainer = make(*words, world=world)
-    stay_together()
-    updates, trainer.max_updates = trainer.max_updates, 2
-    trainer.fit()
-    full = trainer.parallel.broadcast_object(saved(trainer))
-    trainer.parallel.finish_collectives()
+    updates = trainer.max_updates
+    full = trainer.parallel.broadcast_object(train_to(2, trainer))
     trainer.max_updates = updates
     whole, again = ended(trainer), make(*words, world=world)
     again.restore(*full)
     return [{key: value.tolist() for key, value in of.items()} for of in (whole, ended(again))]
-
-
-def saved(trainer: Any) -> Any:
-    """Weights and state as a checkpoint has them, on rank 0."""
-    state = trainer.state()
-    with trainer.evaluator.eval_weights():
-        return copy.deepcopy(trainer.parallel.full_state_dict(trainer.model, state))
-
-
-def stay_together() -> None:
-    """The ranks that have met serve every further run of this process."""
-    if dist.is_initialized():
-        dist.rendezvous = lambda *_, **__: iter([(dist.HashStore(), 0, 0)])
-        dist.init_process_group = lambda *_, **__: None
 
 
 def by_name(optimizer: dict[str, Any]) -> dict[str, Any]:
@@ -170,16 +151,8 @@ def test_states_of_whole_weights_are_sent_one_by_one(ranks, make, tmp_path, name
     ]
     (tmp_path / "run").mkdir()
 
-    def train_to(update: int, trainer: Any) -> Any:
-        trainer.max_updates = update
-        trainer.fit()
-        full = saved(trainer)
-        trainer.parallel.finish_collectives()
-        return flat(list(full)) if trainer.parallel.world.rank == 0 else None
-
     def work(world: World) -> Any:
         trainer = make(*words, *WHOLE_STATES[name], world=world)
-        stay_together()
         train_to(2, trainer)
         objects, tensors, gather, send = [], [], dist.gather_object, dist.send
         dist.gather_object = lambda value, *args, **settings: objects.append(value) or gather(value, *args, **settings)
@@ -190,13 +163,11 @@ def test_states_of_whole_weights_are_sent_one_by_one(ranks, make, tmp_path, name
         unbroken = train_to(3, trainer)
         again = make(*words, *WHOLE_STATES[name], world=world)
         again.restore(*worker.load(tmp_path / "run/checkpoints/2", again.parallel))
-        return (
-            unbroken,
-            train_to(3, again),
-            (max(len(pickle.dumps(value)) for value in objects), sum(tensors), max(own), sum(own)),
-        )
+        resumed = train_to(3, again)
+        counted = max(len(pickle.dumps(value)) for value in objects), sum(tensors), max(own), sum(own)
+        return [flat(list(full)) for full in (unbroken, resumed)] if world.rank == 0 else counted
 
-    (unbroken, resumed, _), (_, _, (pickled, sent, largest, own)) = ranks(work)
+    (unbroken, resumed), (pickled, sent, largest, own) = ranks(work)
     assert resumed == unbroken
     assert pickled < largest
     assert own <= sent < own + 2 * largest  # the states of random streams too
@@ -290,28 +261,20 @@ def words_of_parts(case: str) -> list[str]:
 def test_parts_are_the_whole_and_ranks_go_on_from_them_exactly(ranks, make, float64, tmp_path, case):
     (tmp_path / "run").mkdir()
 
-    def train_to(update: int, trainer: Any) -> Any:
-        trainer.max_updates = update
-        trainer.fit()  # and save this rank's parts
-        full = trainer.parallel.full_state_dict(trainer.model, trainer.state())
-        trainer.parallel.finish_collectives()
-        return flat(list(full))
-
     def work(world: World) -> Any:
         trainer = make(*words_of_parts(case), world=world)
-        stay_together()
         whole, unbroken = train_to(2, trainer), train_to(3, trainer)
         again = make(*words_of_parts(case), world=world)
         again.restore(*worker.load(tmp_path / "run/checkpoints/2", again.parallel))
-        return [whole, unbroken, train_to(3, again)] if world.rank == 0 else train_to(3, again) and None
+        resumed = train_to(3, again)
+        return [flat(list(full)) for full in (whole, unbroken, resumed)] if world.rank == 0 else None
 
     (whole, unbroken, resumed), _ = ranks(work)
     assert resumed == unbroken
-    saved = tmp_path / "run/checkpoints/2"
-    weights, state = checkpoint_io.load(saved)
-    alone = flat([weights, state])
+    written = tmp_path / "run/checkpoints/2"
+    alone = flat(list(checkpoint_io.load(written)))
     assert [key for key, value in whole.items() if key.startswith(("0.", "1.ema", "1.precision")) and alone[key] != value] == []
-    pieces = [(name, piece) for name, of in files.read_json(saved / "pieces.json", 2**20).items() for piece in of["pieces"]]
+    pieces = [(name, piece) for name, of in files.read_json(written / "pieces.json", 2**20).items() for piece in of["pieces"]]
     assert {piece["file"] for _, piece in pieces} == {"__0_0.distcp", "__1_0.distcp"}
     assert len({(name, *piece["offsets"]) for name, piece in pieces}) == len(pieces)  # of what both hold, one wrote it
 

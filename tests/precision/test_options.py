@@ -27,6 +27,7 @@ from drivetrain.precision.bf16_pure import Bf16Pure
 from drivetrain.saving import checkpoint_io
 from tests.support import slow
 from tests.support.context import context
+from tests.support.to_end import continued
 
 PURE = {"fp32 masters": "precision.master=fp32", "stochastic": "precision.master=stochastic"}
 masters = pytest.mark.parametrize("master", PURE.values(), ids=PURE)
@@ -83,8 +84,7 @@ def test_a_run_may_go_on_in_any_other_precision(tiny, tmp_path):
     for name, words in ALL.items():
         if name != "fp8" or importlib.util.find_spec("torchao"):
             run_dir = shutil.copytree(part.run_dir, tmp_path / name)
-            on = drivetrain.train([f"resume={run_dir}", *words, "updates=4", "resume_changed=true"])
-            assert (on.status, on.updates) == ("completed", 4), on.error
+            continued(run_dir, *words, "updates=4", "resume_changed=true", updates=4)
 
 
 # --- tf32 ---
@@ -318,9 +318,8 @@ def test_every_optimizer_updates_in_float32(make, master, optimizer):
 
 
 @masters
-def test_weights_to_evaluate_stand_in_the_model_and_those_to_train_come_back(make, master):
-    trainer = make("precision=bf16_pure", master, "optimizer=schedulefree", "optimizer.lr=0.1", "updates=3")
-    trainer.fit()
+def test_weights_to_evaluate_stand_in_the_model_and_those_to_train_come_back(fitted, master):
+    trainer = fitted("precision=bf16_pure", master, "optimizer=schedulefree", "optimizer.lr=0.1", "updates=3")
     trained = [p.detach().clone() for p in trainer.model.parameters()]
     y = [state["y"].clone() for state in trainer.optimizer.state_dict()["state"].values()]
     with trainer.evaluator.eval_weights():
@@ -335,7 +334,7 @@ def test_weights_to_evaluate_stand_in_the_model_and_those_to_train_come_back(mak
 
 
 @masters
-def test_gradients_are_clipped_in_float32(make, monkeypatch, master):
+def test_gradients_are_clipped_in_float32(make, master):
     trainer = make("precision=bf16_pure", master, "clip=norm", "clip.max_norm=0.01")
     clip, seen = trainer.step.clip, []
 
@@ -378,7 +377,7 @@ def test_ranks_round_alike_and_runs_of_another_seed_do_not(make):
     assert not torch.equal(make(*words, "runtime.seed=1").precision._generator.get_state(), ranks[0])
 
 
-def test_tied_weights_stay_tied(tiny, tmp_path, monkeypatch, make):
+def test_tied_weights_stay_tied(tiny, tmp_path, monkeypatch, fitted):
     (tmp_path / "tied.py").write_text(
         "import torch\n"
         "class Net(torch.nn.Module):\n"
@@ -391,8 +390,7 @@ def test_tied_weights_stay_tied(tiny, tmp_path, monkeypatch, make):
         "        return self.head(self.b(self.a(x.flatten(1)).relu()))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    trainer = make("precision=bf16_pure", "model=own", "model.target=tied.Net", "trust=[tied]")
-    trainer.fit()
+    trainer = fitted("precision=bf16_pure", "model=own", "model.target=tied.Net", "trust=[tied]")
     assert trainer.model.a.weight is trainer.model.b.weight
     assert len(trainer.precision._masters) == 5
     assert trainer.progress.updates == 2
@@ -437,13 +435,11 @@ def test_fp8_converts_the_layers_that_gain_and_says_so(make, caplog):
 
 
 @fp8
-def test_fp8_steps_close_to_bf16_and_is_not_it(make):
+def test_fp8_steps_close_to_bf16_and_is_not_it(fitted):
     length = ["model.hidden=[128,128]", "updates=3", "optimizer.lr=0.01"]
-    reference = make("precision=bf16", *length)
-    reference.fit()
+    reference = fitted("precision=bf16", *length)
     for scaling in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
-        trainer = make(*FP8, f"precision.scaling={scaling}", *length)
-        trainer.fit()
+        trainer = fitted(*FP8, f"precision.scaling={scaling}", *length)
         assert len(losses(trainer)) == 3
         assert losses(trainer) == pytest.approx(losses(reference), rel=0.1), scaling
         assert losses(trainer) != losses(reference), scaling
@@ -517,14 +513,12 @@ def test_the_matrix_products_are_in_this_format_forward_and_backward(make, tmp_p
 
 
 @pytest.mark.parametrize("model", [["model=mlp"], ["model=resnet9", "model.width=8"]], ids=["mlp", "resnet9"])
-def test_sixteen_bits_stay_close_to_float32_and_are_not_it(make, model):
+def test_sixteen_bits_stay_close_to_float32_and_are_not_it(fitted, model):
     length = [*model, "updates=3", "optimizer.lr=0.001"]  # small, so that rounding is not amplified
-    reference = make(*length)
-    reference.fit()
+    reference = fitted(*length)
     pure = ["precision=bf16_pure", "precision.master=stochastic"]
     for words, away in ((["precision=bf16"], 0.02), (["precision=amp"], 0.003), (pure[:1], 0.03), (pure, 0.03)):
-        trainer = make(*words, *length)
-        trainer.fit()
+        trainer = fitted(*words, *length)
         assert len(losses(trainer)) == 3
         assert losses(trainer) == pytest.approx(losses(reference), rel=away), words
         assert losses(trainer) != losses(reference), words

@@ -41,7 +41,9 @@ from drivetrain.testing import contract_problems
 from tests.support import odd
 from tests.support.command import run
 from tests.support.effects import limited, watched
+from tests.support.put import put
 from tests.support.recipe_mutants import FILES, alike, mutants, written
+from tests.support.refusals import problems_of
 
 
 def choose(group: str, option: str, values: str) -> str:
@@ -445,7 +447,6 @@ def test_an_empty_mapping_takes_the_place_of_a_default_that_is_not() -> None:
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.chdir(tmp_path)
 
 
 # --- runs' folders ---
@@ -523,7 +524,7 @@ def git(*words: str) -> None:
     subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words], check=True, capture_output=True)
 
 
-def test_a_strangers_repository_runs_nothing(tmp_path: Path) -> None:
+def test_a_strangers_repository_runs_nothing() -> None:
     """A run records the commit of the working directory, whose config can name programs for changed files."""
     git("init", "-q", ".")
     Path("a.txt").write_text("a\n")
@@ -702,9 +703,7 @@ def settings(recorded: Path) -> dict[str, object]:
 
 
 def problem(*words: str) -> str:
-    with pytest.raises(UserError) as caught:
-        prepare(words)
-    return " ".join(caught.value.problems)
+    return " ".join(problems_of(prepare, words))
 
 
 def test_an_own_run_needs_no_word(recorded):
@@ -725,8 +724,7 @@ def test_a_changed_record_is_not_taken(recorded, tmp_path):
 def test_folders_with_options_are_not_taken(recorded, tmp_path):
     """They would go on the import path, and their options' modules would be imported."""
     conf = tmp_path / "theirs" / "conf" / "clip"
-    conf.mkdir(parents=True)
-    (conf / "mine.yaml").write_text("_target_: evil.Clip\n")
+    put(conf / "mine.yaml", "_target_: evil.Clip\n")
     change(recorded, config_dirs=[str(conf.parent)])
     assert f"--config-dir {conf.parent}" in problem(f"resume={recorded}", "output_dir=here")
     assert str(conf.parents[1]) not in sys.path

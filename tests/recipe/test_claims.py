@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.core.errors import UserError
 from drivetrain.recipe import claims
 from drivetrain.recipe import reader as recipe
 from drivetrain.recipe.claims import (
@@ -22,6 +21,7 @@ from drivetrain.recipe.claims import (
     Speed,
     Target,
 )
+from tests.support.refusals import problems_of
 
 HEAD = "defaults:\n  - override /precision: bf16\n  - override /surgery: [channels_last]\n"
 GOOD = {
@@ -56,12 +56,6 @@ def written(given: dict[str, str] | None = None, head: str = HEAD) -> Path:
     parts = GOOD if given is None else given
     file.write_text(head + "claim:\n" + "".join(f"  {key}: {value}\n" for key, value in parts.items()))
     return file
-
-
-def problems_of(file: Path) -> list[str]:
-    with pytest.raises(UserError) as refused:
-        recipe.read(file)
-    return refused.value.problems
 
 
 def changed(kind: str, key: str, value: str) -> dict[str, str]:
@@ -194,7 +188,7 @@ def test_a_new_kind_is_one_class_and_its_field():
 def test_what_is_wrong_in_a_kind_is_told_with_its_line(kind, key, value, told):
     file = written(changed(kind, key, value))
     line = next(n for n, text in enumerate(file.read_text().splitlines(), 1) if text.startswith(f"  {kind}: "))
-    found = problems_of(file)
+    found = problems_of(recipe.read, file)
     assert any(told in problem for problem in found), found
     for problem in found:
         assert problem.startswith((f"{file}:{line}: ", f"{file}:4: "))
@@ -225,7 +219,7 @@ def test_what_is_wrong_in_a_kind_is_told_with_its_line(kind, key, value, told):
 def test_what_is_wrong_beside_them_is_told_with_its_line(key, value, told):
     file = written({**GOOD, key: value})
     line = next(n for n, text in enumerate(file.read_text().splitlines(), 1) if text.startswith(f"  {key}: "))
-    (problem,) = problems_of(file)
+    (problem,) = problems_of(recipe.read, file)
     assert told in problem
     assert problem.startswith(f"{file}:{line}: ")
     assert problem.isprintable()
@@ -246,7 +240,7 @@ def without(*missing: str) -> dict[str, str]:
     ],
 )
 def test_what_a_claim_needs_is_told(given, head, told):
-    (problem,) = problems_of(written(given, head))
+    (problem,) = problems_of(recipe.read, written(given, head))
     assert told in problem
 
 
@@ -255,11 +249,11 @@ def test_all_that_is_wrong_is_told_at_once():
         "speed": "{ratio: -1, intervall: [1, 2], against: {trust: [a], logger: [b], precision: fp32}}",
         "device": "{kind: cpu, name: 1}",
     }
-    told = " ".join(problems_of(written(given)))
+    told = " ".join(problems_of(recipe.read, written(given)))
     parts = ("claim.speed.ratio=-1", "'interval'?", "claim.device.name=1", "'trust'", "'logger'", "no interval", "no versions")
     for part in parts:
         assert part in told
-    assert "claim: must be a mapping of speed" in problems_of(written({}, HEAD + "claim: 2\n#"))[0]
+    assert "claim: must be a mapping of speed" in problems_of(recipe.read, written({}, HEAD + "claim: 2\n#"))[0]
 
 
 def test_what_was_made_is_held_to_the_same_rules():

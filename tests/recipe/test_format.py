@@ -25,6 +25,7 @@ from drivetrain.launch.job import prepare
 from drivetrain.recipe import reader, write
 from drivetrain.run import recipe_file
 from drivetrain.run.recipe_file import to_recipe
+from tests.support.refusals import problems_of
 
 
 def text_of(composed: Composed) -> str:
@@ -185,9 +186,7 @@ def test_the_hash_is_the_same_in_any_order_and_on_any_machine():
 def test_what_is_wrong_is_told_with_its_line(text: str, at: int, told: str):
     file = Path("wrong.yaml")
     file.write_text(f"{text}\n")
-    with pytest.raises(UserError) as refused:
-        reader.read(file)
-    (problem,) = refused.value.problems
+    (problem,) = problems_of(reader.read, file)
     assert problem.startswith(f"{file}:{at}: ")
     assert told in problem
 

@@ -18,6 +18,7 @@ from drivetrain.core.options.overrides import format_value, parse, redact
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import fetch, lookup
 from drivetrain.sweeps import store
+from tests.support.refusals import problems_of
 from tests.support.web_site import Site, answer, certificate_of_this_machine, redirect, site
 
 TEXT = b"description: from afar\ndefaults:\n  - override /model: mlp\noptimizer:\n  lr: 0.0625\n"
@@ -53,9 +54,7 @@ def pinned(host: Site) -> str:
 
 def problem(address: str) -> str:
     """The one message that refuses an address."""
-    with pytest.raises(UserError) as caught:
-        lookup.read(address)
-    (line,) = caught.value.problems
+    (line,) = problems_of(lookup.read, address)
     assert line.startswith(f"recipe={without_logins(address)}")
     return line
 

@@ -20,10 +20,9 @@ def weights(trainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
 
-def test_the_seed_decides_the_weights_and_the_dropout(make):
+def test_the_seed_decides_the_weights_and_the_dropout(make, fitted):
     def end(seed: int) -> torch.Tensor:
-        trainer = make(f"runtime.seed={seed}", "model.dropout=0.5")
-        trainer.fit()
+        trainer = fitted(f"runtime.seed={seed}", "model.dropout=0.5")
         return weights(trainer)
 
     assert torch.equal(end(0), end(0))

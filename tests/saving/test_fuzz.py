@@ -37,6 +37,7 @@ from drivetrain.sweeps import driver, store
 from tests.cli.test_fuzz import run as run_command
 from tests.support import odd, small_runs
 from tests.support.small_runs import SmallRun
+from tests.support.to_end import continued
 
 Small = dict[str, SmallRun]
 CHECKPOINT = "checkpoints/4"
@@ -201,8 +202,7 @@ def test_a_checkpoint_that_nobody_can_restore_is_told_in_words(run: Path) -> Non
     for update in ("2", "4"):
         torch.save({"nothing": 1}, run / "checkpoints" / update / "state.pt")
         sign(run / "checkpoints" / update)
-    result = drivetrain.train([f"resume={run}", "updates=6"])
-    assert result.status == "failed"
+    result = continued(run, "updates=6", ends="failed")
     assert "checkpoints/4 cannot be restored (KeyError: " in str(result.error)
 
 

@@ -68,9 +68,8 @@ def test_kills_of_many_combinations() -> None:
     assert len(cases) == 24
 
 
-def test_each_gradient_has_a_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gradient_has_a_hash(tmp_path: Path) -> None:
     """So two runs that should be the same tell the update and the parameter at which they part."""
-    monkeypatch.chdir(tmp_path)
     weights = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), torch.nn.Parameter(torch.ones(2, 2))]
     optimizer = torch.optim.SGD(weights)
     for value in (1.0, 1.0, 1.0078125):  # a unit in the last place
@@ -269,8 +268,8 @@ def test_a_workers_death_is_known_wherever_it_is_raised(train, monkeypatch: pyte
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
 
     monkeypatch.setattr(Evaluator, "evaluate", dies)
-    ended = train("data=digits", "loader=workers", "loader.num_workers=1", "updates=2", "epochs=2", "saving.every_updates=1")
-    assert ended.status == "interrupted"
+    loading = ("loader=workers", "loader.num_workers=1")
+    ended = train("data=digits", *loading, "updates=2", "epochs=2", "saving.every_updates=1", ends="interrupted")
     assert "a loader's worker was killed" in ended.error
     assert f"resume={ended.run_dir}" in ended.error
 

@@ -13,7 +13,6 @@ import pytest
 import safetensors.torch
 import torch
 
-import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
 from drivetrain.core.machine import files
@@ -23,6 +22,8 @@ from drivetrain.saving import checkpoint_io, content, manifest, sharded_checkpoi
 from drivetrain.saving.content import Divided, TensorPart, Undivided, whole
 from tests.saving.test_fuzz import archive_of, members, replaced, sign
 from tests.support import odd, slow
+from tests.support.put import put
+from tests.support.to_end import continued
 
 WEIGHTS = {"w": torch.arange(4.0)}
 
@@ -97,8 +98,7 @@ IN_PLACE = {
 @pytest.mark.parametrize("place", slow.but(PLACES[:2].__contains__, PLACES))
 def test_a_strangers_run_is_gone_on_with_or_refused_and_nothing_is_touched_outside(once, tmp_path, capsys, place, how):
     elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "run"
-    elsewhere.mkdir()
-    (elsewhere / "precious").write_text("kept")
+    put(elsewhere / "precious", "kept")
     shutil.copytree(once, run_dir)
     odd.remove(run_dir / place)
     IN_PLACE[how](run_dir / place, elsewhere)
@@ -176,9 +176,8 @@ def test_a_state_with_the_right_hash_and_malformed_content_is_passed_over(run):
 ODD = {"empty": b"", "long": b"\xff" * 8, "more": b"\x02" + bytes(7) + b"{}" + bytes(9), "a list": b"\x02" + bytes(7) + b"[]"}
 
 
-def test_malformed_content_with_the_right_hash_is_refused(run, tmp_path, monkeypatch):
+def test_malformed_content_with_the_right_hash_is_refused(run, tmp_path):
     """A resumed run goes on from the checkpoint before it (test_fuzz); what reads this one alone says why not."""
-    monkeypatch.chdir(tmp_path)
     checkpoint = run / "checkpoints/2"
     for odd_pickle in REFUSED.values():
         replaced(checkpoint / "state.pt", odd_pickle)
@@ -231,8 +230,7 @@ def test_a_checkpoint_that_verifies_and_cannot_be_restored_falls_back_to_the_one
     torch.save(state, newest / "state.pt")
     sign(newest)
     (done.run_dir / "result.json").unlink()
-    again = drivetrain.train([f"resume={done.run_dir}"])
-    assert (again.status, again.updates) == ("completed", 8), again.error
+    continued(done.run_dir, updates=8)
     assert any(f"{newest} cannot be restored ({why}" in line and "passed over" in line for line in caplog.messages)
     written = safetensors.torch.load_file(newest / "model.safetensors")
     assert all(torch.equal(written[name], weights[name]) for name in weights), "the repeated updates give the same bits"
@@ -253,8 +251,7 @@ def test_a_checkpoint_with_numbers_of_parameters_loses_nothing(train, sharded):
     torch.save(state, older)
     sign(older.parent)
     (done.run_dir / "result.json").unlink()
-    again = drivetrain.train([f"resume={done.run_dir}"])
-    assert (again.status, again.updates) == ("completed", 8), again.error
+    continued(done.run_dir, updates=8)
     found, _ = checkpoint_io.load(done.run_dir / "checkpoints/8")
     assert all(torch.equal(found[name], value) for name, value in whole.items())
 

@@ -26,7 +26,9 @@ from tests.precision.test_options import ALL as PRECISIONS
 from tests.precision.test_options import PURE
 from tests.support import drawing_sets
 from tests.support.command import records
+from tests.support.refusals import problems_of
 from tests.support.same_end import differences, saved
+from tests.support.to_end import continued
 
 LENGTH = ["data.samples=53", "data.drop_last=false", "updates=null", "epochs=2"]  # 5 updates an epoch
 RUNS = {
@@ -95,7 +97,6 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(train, stop_at, name
     monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
     words = [w for w in LENGTH if not (w.startswith("data.") and any(own.startswith("data=") for own in RUNS[name]))] + RUNS[name]
     whole = train(*words)
-    assert whole.status == "completed", whole.error
     told = [records(whole.run_dir, event) for event in ("train", "evaluate")]
     assert sum(map(len, told)) == 12 + (name == "workers")  # digits have a validation set, and the test set at the end
     assert (told[0][-1]["skipped"] > 0) == (name == "overflows")
@@ -216,9 +217,7 @@ def finished(tmp_path_factory) -> Path:
 )
 def test_a_changed_config_or_a_shorter_run_is_refused_with_the_difference(finished, words, shown):
     before = files(finished)
-    with pytest.raises(UserError) as refused:
-        launcher.prepare([f"resume={finished}", *words])
-    (problem,) = refused.value.problems
+    (problem,) = problems_of(launcher.prepare, [f"resume={finished}", *words])
     assert all(text in problem for text in shown)
     assert "resume_changed=true" in problem
     assert files(finished) == before
@@ -238,8 +237,7 @@ def test_a_change_that_was_insisted_on_takes_effect(train, monkeypatch):
     trainers, fit = [], Trainer.fit
     monkeypatch.setattr(Trainer, "fit", lambda self, stop: (trainers.append(self), fit(self, stop))[1])
     words = [f"{key}={value}" for key, (value, _) in CHANGES.items()]
-    result = drivetrain.train([f"resume={run.run_dir}", "resume_changed=true", "updates=4", *words])
-    assert (result.status, result.updates) == ("completed", 4), result.error
+    continued(run.run_dir, "resume_changed=true", "updates=4", *words, updates=4)
     for key, (value, read) in CHANGES.items():
         assert read(trainers[0]) == pytest.approx(value), key
 
@@ -311,8 +309,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(run_dir, how):
     job = launcher.prepare([f"resume={run_dir}"])
     assert job.checkpoint == run_dir / "checkpoints" / "2"
     assert any(str(checkpoint) in line and says in line and "passed over" in line for line in job.notices)
-    again = drivetrain.train([f"resume={run_dir}"])
-    assert (again.status, again.updates) == ("completed", 3), again.error
+    continued(run_dir, updates=3)
     assert manifest.verify(checkpoint) is None  # written anew
     assert (checkpoint / "model.safetensors").read_bytes() == whole
     assert [r["update"] for r in records(run_dir, "train")] == [1, 2, 3]
@@ -323,8 +320,7 @@ def test_with_no_checkpoint_left_it_starts_over_and_says_so(run_dir):
     job = launcher.prepare([f"resume={run_dir}"])
     assert job.checkpoint is None
     assert any("starts from the beginning" in line for line in job.notices)
-    again = drivetrain.train([f"resume={run_dir}"])
-    assert (again.status, again.updates) == ("completed", 3), again.error
+    continued(run_dir, updates=3)
 
 
 def test_the_state_is_plain_tensors_and_containers(run_dir):
@@ -337,9 +333,8 @@ def test_the_state_is_plain_tensors_and_containers(run_dir):
     assert not list((run_dir / "checkpoints").glob(".*"))  # nothing half-written is left
 
 
-def test_a_state_has_the_random_streams_that_were_drawn_from(make):
-    trainer = make("model.dropout=0.5", "updates=1", "saving=none")
-    trainer.fit()
+def test_a_state_has_the_random_streams_that_were_drawn_from(make, fitted):
+    trainer = fitted("model.dropout=0.5", "updates=1", "saving=none")
     random.random()
     state = trainer.state()
     ((rank, drawn),) = state["random"].items()
@@ -352,10 +347,9 @@ def test_a_state_has_the_random_streams_that_were_drawn_from(make):
     assert draws() == first
 
 
-def test_a_rank_maps_the_state_of_all_and_lets_the_file_go(make, tmp_path):
+def test_a_rank_maps_the_state_of_all_and_lets_the_file_go(make, fitted, tmp_path):
     """It reads its own part alone; a mapped file that was removed would take its room on the disk until the run ends."""
-    trainer = make("optimizer=adamw", "ema=ema", "updates=1", "saving=last")
-    trainer.fit()
+    fitted("optimizer=adamw", "ema=ema", "updates=1", "saving=last")
     file = tmp_path / "run/checkpoints/1/state.pt"
     again = make("optimizer=adamw", "ema=ema", "updates=1", "saving=last")
     found = checkpoint_io.load(file.parent, again.parallel)

@@ -17,6 +17,7 @@ from drivetrain.core.options.option import Option
 from drivetrain.core.user.code import import_name
 from drivetrain.launch import launcher
 from drivetrain.scheduler import curves, cycles
+from tests.support.refusals import problems_of
 
 UPDATES, LR = 240, 0.5
 OVER = Horizon(UPDATES, range(12, UPDATES + 1, 12))  # 20 epochs of 12 updates
@@ -358,9 +359,7 @@ def prepare(words: Sequence[str]) -> Any:
 
 
 def problems(*words: str) -> list[str]:
-    with pytest.raises(UserError) as caught:
-        prepare(["model=mlp", *words])
-    return caught.value.problems
+    return problems_of(prepare, ["model=mlp", *words])
 
 
 REFUSED = {

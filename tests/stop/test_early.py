@@ -15,6 +15,7 @@ from drivetrain.measure.benchmark import quality
 from drivetrain.run import records
 from drivetrain.run.result import Result
 from drivetrain.stop.base import Early
+from tests.support.to_end import continued
 
 
 @pytest.fixture
@@ -92,11 +93,9 @@ def test_a_resumed_run_ends_where_the_whole_one_does(train, accuracies, monkeypa
         return after_update(self, epoch_end)
 
     monkeypatch.setattr(Trainer, "_after_update", interrupted)
-    run = train(*EPOCHS, "stop=early", "stop.metric=loss")
-    assert (run.status, run.updates) == ("interrupted", step)
+    run = train(*EPOCHS, "stop=early", "stop.metric=loss", updates=step, ends="interrupted")
     monkeypatch.setattr(Trainer, "_after_update", after_update)
-    run = drivetrain.train([f"resume={run.run_dir}"])
-    assert (run.status, run.updates) == ("completed", 24)
+    run = continued(run.run_dir, updates=24)
     assert run.stopped == "stop=early: loss has not improved in the last 3 evaluations (best: 0.5)"
 
 
@@ -181,8 +180,8 @@ def test_a_target_alone_changes_nothing_in_training(train):
     assert plain.metrics == noted.metrics
     assert noted.target["update"] == 4
     assert plain.target is None
-    chosen = drivetrain.train([f"resume={plain.run_dir}", "resume_changed=true", "stop=early", "stop.patience=9", "epochs=7"])
-    assert (chosen.status, chosen.updates) == ("completed", 28)  # stop=early may be chosen for a resume
+    continued(plain.run_dir, "resume_changed=true", "stop=early", "stop.patience=9", "epochs=7", updates=28)
+    # stop=early may be chosen for a resume
 
 
 def test_a_resumed_run_keeps_what_was_reached(train, accuracies):
@@ -202,7 +201,7 @@ def test_verdicts_take_the_target_of_the_run_or_their_own(tiny):
     assert quality.reach_of(quality.QualitySettings(), launcher.prepare(tiny()).run) is None
 
 
-def test_a_file_that_no_run_wrote_is_no_result(train, tmp_path):
+def test_a_file_that_no_run_wrote_is_no_result(train):
     run_dir = train("target=accuracy>=0.01").run_dir
     path = run_dir / "result.json"
     good = json.loads(path.read_text())
@@ -246,7 +245,6 @@ def test_a_metric_without_a_value_once_ends_no_run(train, values):
     values += [NAN, 0.5, NAN, 0.4, 0.3, 0.2, 0.1]
     follows = ["stop=early", "stop.patience=4", "scheduler=plateau", "scheduler.metric=said", "scheduler.mode=max"]
     run = train(*RUN_UNDEFINED, *follows, "saving=best", "saving.keep=2")
-    assert (run.status, run.error) == ("completed", None)
     best = run.judged("best")
     assert best["said"] == 0.5
     assert best["update"] * 5 == run.updates * 2
@@ -259,8 +257,7 @@ def test_a_metric_without_a_value_once_ends_no_run(train, values):
 
 def test_a_metric_that_stays_without_a_value_has_diverged(train, values):
     values += [0.5, NAN, NAN, NAN, NAN]
-    run = train(*RUN_UNDEFINED, "stop.nan_patience=2")
-    assert run.status == "diverged"
+    run = train(*RUN_UNDEFINED, "stop.nan_patience=2", ends="diverged")
     assert run.error.startswith(
         "said, which ranks the run's models, had no finite value in the last 2 evaluations (stop.nan_patience=2)"
     )
@@ -275,8 +272,7 @@ def test_a_resumed_run_counts_on(train, values):
     values += [NAN, NAN]
     half = train(*[word for word in RUN_UNDEFINED if word != "epochs=5"], "epochs=1")
     values[:] = [NAN, NAN, NAN]
-    run = drivetrain.train([f"resume={half.run_dir}", "resume_changed=true", "epochs=5", "stop.nan_patience=2"])
-    assert run.status == "diverged"
+    run = continued(half.run_dir, "resume_changed=true", "epochs=5", "stop.nan_patience=2", ends="diverged")
     assert run.epochs == 2
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from drivetrain.config.catalog import LISTS, option_files, options, target
 from drivetrain.core.user.code import import_name
 from tests.support import sets
+from tests.support.put import put
 
 SMALL = ["updates=2", "epochs=2", "log_every=1", "batch.global_batch=8", "runtime.threads=1"]
 SMALL_VIT = "{img_size: 32, patch_size: 4, dynamic_img_size: true, depth: 2, embed_dim: 16, num_heads: 2}"
@@ -271,10 +272,7 @@ def prepare_folder(folder: Path) -> None:
     from safetensors.torch import save_file
 
     (folder / "pairwise_net.py").write_text(OWN_NET)
-    (folder / "teacher").mkdir()
-    (folder / "teacher" / "config.yaml").write_text(
-        "model: {_target_: drivetrain.model.own.OwnModel, target: pairwise_net.Teacher}\n"
-    )
+    put(folder / "teacher" / "config.yaml", "model: {_target_: drivetrain.model.own.OwnModel, target: pairwise_net.Teacher}\n")
     save_file({"scale": torch.ones(())}, folder / "teacher" / "model.safetensors")
     noise = np.random.default_rng(0)
     for label in ("a", "b"):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.put import put
+
 # The signatures are apex's. Its kernels need a build of their own and a GPU; the updates here are torch's, or plain steps.
 APEX = """
 import torch
@@ -76,8 +78,7 @@ def installed(package: str) -> bool:
 def install(module: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write a stand-in of a module below a folder, and let it be imported until the end of the test."""
     package, _, name = module.partition(".")
-    (folder / package).mkdir()
-    (folder / package / "__init__.py").write_text("")
+    put(folder / package / "__init__.py", "")
     (folder / package / f"{name}.py").write_text(SOURCES[module])
     monkeypatch.syspath_prepend(str(folder))
     for known in (package, module):

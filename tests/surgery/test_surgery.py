@@ -185,12 +185,11 @@ def test_tensors_that_are_gone_are_not_taken_for_those_that_follow():
         assert NoBiasBeforeNorm().apply(model, torch.zeros(2, 3, 8, 8)).startswith("1 biases")
 
 
-def test_training_with_edits_equals_training_without(make):
+def test_training_with_edits_equals_training_without(fitted):
     """Biases that a norm subtracts have no gradient to speak of, so the runs are one but for rounding."""
     losses = []
     for surgery in ("[]", "[no_bias_before_norm]", "[channels_last]", "[channels_last,no_bias_before_norm]"):
-        trainer = make(*RESNET, f"surgery={surgery}", "optimizer.lr=0.001", "updates=3")
-        trainer.fit()
+        trainer = fitted(*RESNET, f"surgery={surgery}", "optimizer.lr=0.001", "updates=3")
         losses.append([r["loss"] for r in trainer.log.writers[0] if r["event"] == "train"])
     assert len(losses[0]) == 3
     assert all(found == pytest.approx(losses[0], rel=1e-3) for found in losses)

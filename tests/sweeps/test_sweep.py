@@ -47,16 +47,11 @@ from drivetrain.sweeps.store import (
 )
 from drivetrain.ui import terminal
 from tests.support import command
+from tests.support.refusals import problems_of
 from tests.support.waiting import until
 
 OPTUNA = "hydra/sweeper=optuna"
 SLURM = "hydra/launcher=submitit_slurm"
-
-
-def problems(act: Callable[[], Any]) -> list[str]:
-    with pytest.raises(UserError) as caught:
-        act()
-    return caught.value.problems
 
 
 def ended(entry: StoredJob, status: str = "completed", accuracy: float | None = None, **more: float) -> None:
@@ -82,7 +77,7 @@ def test_hydras_words_are_told_from_the_runs(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_everything_that_is_wrong_with_them_is_told_at_once() -> None:
-    told = problems(
+    told = problems_of(
         lambda: split(
             ["hydra/launcher=submitit_local", "hydra.launcher.partition=x", "hydra.launcher.timeout_mn=3", "hydra.run.dir=x",
              "hydra.launcher.setup=ls", "hydra.launcher.array_parallelism=1,2", "hydra/sweeper=optun"]
@@ -111,14 +106,14 @@ def test_everything_that_is_wrong_with_them_is_told_at_once() -> None:
     ],
 )
 def test_a_wrong_word_of_hydras(words: list[str], part: str) -> None:
-    (told,) = problems(lambda: split(words))
+    (told,) = problems_of(split, words)
     assert part in told
 
 
 @pytest.mark.parametrize(("word", "package"), [("hydra/launcher=submitit_local", "slurm"), (OPTUNA, "optuna")])
 def test_an_extra_that_is_missing_is_named(word: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (told,) = problems(lambda: split([word]))
+    (told,) = problems_of(split, [word])
     assert f"pip install 'drivetrain[{package}]'" in told
 
 
@@ -241,7 +236,7 @@ def test_beside_a_sweeps_folder_only_how_it_runs_may_be_said() -> None:
         "hydra.launcher.partition=c",
     ]
     assert merge_overrides(place, words, ["hydra/launcher=joblib"]) == ["epochs=1,2", "hydra/launcher=joblib"]
-    (told,) = problems(lambda: merge_overrides(place, words, ["epochs=3", "hydra.sweeper.n_trials=4"]))
+    (told,) = problems_of(merge_overrides, place, words, ["epochs=3", "hydra.sweeper.n_trials=4"])
     assert told.endswith("leave out epochs=3")
 
 
@@ -426,7 +421,7 @@ def test_an_interval_is_tried_in_its_middle() -> None:
 
 
 def test_what_is_no_space() -> None:
-    told = problems(
+    told = problems_of(
         lambda: read_space(
             ["a=interval(2,1)", "b=tag(log,interval(0,1))", "c=tag(often,interval(0,1))", "d=tag(log,choice(1,2))", "e=1,1",
              "g=interval(0,1e999)", "h=glob(*)", "f=interval(1,2)", "f=3"]
@@ -530,7 +525,7 @@ def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
     search.ask(9)
     assert len(sweep.entries) == len({e.job.label for e in sweep.entries}) == 6
     assert not search.objective.maximize
-    (told,) = problems(lambda: a_search(tmp_path / "t", LR, "hydra.sweeper.sampler=grid"))
+    (told,) = problems_of(a_search, tmp_path / "t", LR, "hydra.sweeper.sampler=grid")
     assert "optimizer.lr has an interval" in told
 
 
@@ -645,11 +640,10 @@ def entry(folder: Path, ends: list[Any]) -> Any:
     return SimpleNamespace(number=folder.name, run_dir=folder, close=lambda *how: ends.append(how))
 
 
-def test_a_sweep_runs_in_a_cluster(ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_a_sweep_runs_in_a_cluster(ray: FakeRay, tmp_path: Path, capfd: Any) -> None:
     """Each job is composed where it runs, has its output in its folder, and asks for what a job takes."""
     from drivetrain.cli import main
 
-    monkeypatch.chdir(tmp_path)
     words = ["hydra/launcher=ray", "hydra.launcher.num_cpus=2", "hydra.launcher.num_gpus=0.5"]
     assert main.main(["train", "-m", *SMALL, "optimizer=sgd,adamw", *words]) == 0
     results = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("outputs/multirun/*/*/*/result.json"))]

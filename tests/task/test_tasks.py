@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import drivetrain
 from drivetrain.config.catalog import content, option_files, options
 from drivetrain.config.compose import compose
-from drivetrain.core.errors import UserError
+from drivetrain.core.step.microbatch import Request
 from drivetrain.launch.job import prepare
+from drivetrain.loader import Pipeline
 from drivetrain.run.recipe_file import to_recipe
 from tests.support.command import ROOT
+from tests.support.refusals import problems_of
+from tests.support.to_end import run_to_end
 
 TASKS = options()["task"]
 SMALL = {  # what makes a task's example small
@@ -115,9 +117,8 @@ def test_data_reads_what_the_task_wants():
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_to_set(words: list[str], says: str):
-    with pytest.raises(UserError) as refused:
-        prepare(words)
-    assert any(says in problem for problem in refused.value.problems), refused.value.problems
+    refused = problems_of(prepare, words)
+    assert any(says in problem for problem in refused), refused
 
 
 def test_a_model_that_cannot_answer_is_told_at_the_start():
@@ -133,15 +134,11 @@ def test_a_model_that_cannot_answer_is_told_at_the_start():
 
 @pytest.mark.parametrize("task", [t for t in SMALL if t != "classification"])
 def test_each_task_trains_from_one_word(task: str):
-    result = drivetrain.train([f"task={task}", *SMALL[task], "updates=2", "epochs=1", "batch.global_batch=16"])
-    assert (result.status, result.updates) == ("completed", 2), result.error
+    result = run_to_end([f"task={task}", *SMALL[task], "updates=2", "epochs=1", "batch.global_batch=16"], updates=2)
     assert set(prepare([f"task={task}"]).run.names("metrics")) <= set(result.judged("final"))
 
 
 def test_the_two_views_of_a_sample_differ_and_depend_on_its_number_alone():
-    from drivetrain.core.step.microbatch import Request
-    from drivetrain.loader import Pipeline
-
     run = prepare(["task=contrastive"]).run
     splits = run.data.load(torch.device("cpu"))
     pipeline = Pipeline(splits.train, tuple(run.augment), splits.normalize, 3, views=2)
@@ -154,9 +151,7 @@ def test_the_two_views_of_a_sample_differ_and_depend_on_its_number_alone():
 
 def test_a_mask_moves_with_its_image():
     from drivetrain.augment.geometry import FlipCrop
-    from drivetrain.core.step.microbatch import Request
     from drivetrain.core.step.tensors import Tensors
-    from drivetrain.loader import Pipeline
 
     mask = torch.randint(0, 9, (6, 8, 8))
     source = Tensors(mask.unsqueeze(1).to(torch.uint8), mask)
@@ -170,14 +165,12 @@ def test_the_page_trains_what_is_all_of_your_own(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "tasks.md").read_text()
     (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", page, re.S)[1])
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
     import mine
 
     trunk = {name: value for name, value in mine.Net(10).state_dict().items() if name.startswith("trunk")}
     torch.save(trunk, "weights.pt")
     command = re.search(r"    python -m src\.train ('trust=\[mine\]'.*?)\n\n", page, re.S)[1]
-    result = drivetrain.train([*shlex.split(command.replace("\\\n", " ")), "epochs=5"])
-    assert result.status == "completed", result.error
+    result = run_to_end([*shlex.split(command.replace("\\\n", " ")), "epochs=5"])
     assert set(result.judged("final")) == {"loss", "accuracy", "cost"}
     assert result.judged("final")["accuracy"] > 0.75
     assert result.selection == {"metric": "cost", "better": "min"}

@@ -198,8 +198,6 @@ def test_messages_log_txt_and_warnings_of_libraries(tmp_path, capsys):
 
 
 def test_predictions_on_a_terminal(capsys, monkeypatch):
-    import sys
-
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     with predict.output(None) as write:
         write([{"input": EVIL, "label": "a"}])

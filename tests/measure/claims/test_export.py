@@ -16,6 +16,8 @@ from drivetrain.measure.claims.export import ExportSettings, export
 from drivetrain.recipe import reader as recipe
 from drivetrain.recipe.claims import Claim
 from drivetrain.run import recipe_file
+from tests.support.put import put
+from tests.support.refusals import problems_of
 
 DATA = {"hash": "deadbeef0123", "of": "content", "samples": 1150}
 VERSIONS = {"torch": "2.15.0", "timm": "1.0"}
@@ -33,8 +35,7 @@ def made_run(
 ) -> Path:
     """A run that ended with this accuracy, and had 0.8 after `reached` updates, one a second."""
     folder = Path(name)
-    folder.mkdir(parents=True)
-    (folder / "recipe.yaml").write_text(RECIPE.format(seed=seed))
+    put(folder / "recipe.yaml", RECIPE.format(seed=seed))
     (folder / "config.yaml").write_text(f"runtime:\n  seed: {seed}\nmodel:\n  hidden: [8]\n{config}")
     about = {"time": 1.7e9 + seed, "versions": VERSIONS, "drivetrain": "0.1.0", "python": "3.11"}
     (folder / "environment.json").write_text(json.dumps({**about, **(environment or {})}))
@@ -63,10 +64,9 @@ def exported(*runs: Path, **settings: object) -> Claim | None:
 
 
 def refusals(*runs: Path, **settings: object) -> str:
-    with pytest.raises(UserError) as refused:
-        export(runs, ExportSettings(**settings))
-    assert all(problem.isprintable() for problem in refused.value.problems)
-    return "\n".join(refused.value.problems)
+    refused = problems_of(export, runs, ExportSettings(**settings))
+    assert all(problem.isprintable() for problem in refused)
+    return "\n".join(refused)
 
 
 def test_several_seeds():

@@ -18,6 +18,7 @@ from drivetrain.engine.rehearsal import GRADIENTS, OTHER, PARAMETERS, STATE
 from drivetrain.measure.forecast import forecast
 from drivetrain.measure.forecast.forecast import plan
 from tests.support import later, slow
+from tests.support.put import put
 
 later.package("transformers")
 
@@ -44,8 +45,7 @@ def build() -> Iterator[Callable[..., forecast.Subject]]:
 
 def folder(tmp_path: Path, layers: int, **more: int) -> Path:
     """A folder with a config file and nothing else."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**LLAMA_7B, "num_hidden_layers": layers, **more}))
+    put(tmp_path / "model" / "config.json", json.dumps({**LLAMA_7B, "num_hidden_layers": layers, **more}))
     return tmp_path / "model"
 
 
