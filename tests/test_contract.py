@@ -368,8 +368,7 @@ def train_row(tiny: Callable[..., list[str]], row: Sequence[Option], resumes: bo
     assert problem is None, problem
     assert saved.exists() != (("saving", "none") in row)
     if resumes or is_resumed(row):
-        again = continued(run_dir, "updates=3", updates=3)
-        assert again.run_dir.resolve() == run_dir.resolve()
+        assert continued(run_dir, "updates=3", updates=3).run_dir.resolve() == run_dir.resolve()
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         assert [r["update"] for r in records if r["event"] == "train"] == [1, 2, 3]
         if saved.exists():

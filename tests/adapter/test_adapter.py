@@ -358,5 +358,4 @@ def test_a_stage_may_change_the_dropout(train):
     ],
 )
 def test_frozen_weights_have_16_bits_where_the_step_rounds_them_so(words, base, tiny):
-    run = launcher.prepare(tiny("model=mlp", "adapter=lora", *words)).run
-    assert run.adapter.base == base
+    assert launcher.prepare(tiny("model=mlp", "adapter=lora", *words)).run.adapter.base == base

@@ -23,8 +23,7 @@ def test_a_run_writes_a_recipe_with_its_stages_which_trains(train: Any) -> None:
     planned = made.run_dir / "planned.yaml"
     job = prepare([f"recipe={planned}"])
     batches = [(stage.run.batch.global_batch, stage.run.batch.accumulation_steps) for stage in job.run.stages]
-    of_run = job.run.batch
-    assert of_run.plan is None
+    assert job.run.batch.plan is None
     assert all(size % 12 == 0 and size // steps == 6 for size, steps in batches or [(12, 2)])
     assert "stages:" in planned.read_text()
 

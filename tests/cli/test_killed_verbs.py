@@ -55,8 +55,7 @@ def _run(words: list[str], at: int, told: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(look)
-    code = main.main(words)
-    os.write(told, f"{code} {writes}".encode())
+    os.write(told, f"{main.main(words)} {writes}".encode())
     os._exit(0)
 
 

@@ -55,8 +55,7 @@ def here(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
 
     def run(*words: str) -> Done:
         capsys.readouterr()
-        code = main.main([*words])
-        return Done(code, *capsys.readouterr())
+        return Done(main.main([*words]), *capsys.readouterr())
 
     return run
 
@@ -122,8 +121,7 @@ def test_list_a_key_of_no_group(here: Callable[..., Done]) -> None:
     for key, value in keys.items():
         shown = good(here("list", key))
         assert shown.startswith(f"{key} is a key of the whole config, and no group: ")
-        default = shown.partition("no group: ")[2].partition(", by default; ")[0]
-        assert yaml.safe_load(default) == value
+        assert yaml.safe_load(shown.partition("no group: ")[2].partition(", by default; ")[0]) == value
         assert len(shown.partition("by default; ")[2]) > 10, f"what {key} does"
 
 

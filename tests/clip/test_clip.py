@@ -56,8 +56,7 @@ def test_a_record_has_the_mean_norm_of_its_updates_before_clipping(make, float64
 def test_a_norm_below_the_limit_is_left_alone(fitted, float64):
     ends = []
     for words in ([], ["clip=norm", "clip.max_norm=1e6"]):
-        trainer = fitted(*SGD, *words)
-        ends.append(flat(trainer.model.parameters()))
+        ends.append(flat(fitted(*SGD, *words).model.parameters()))
     assert torch.equal(*ends)
 
 

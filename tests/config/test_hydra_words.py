@@ -156,8 +156,7 @@ def test_a_directory_that_has_a_run_or_a_file_of_its_name_is_not_taken(tmp_path:
     mine = (".hydra/mine.yaml", "notes.txt")
     for name in mine:
         put(tmp_path / name, "mine")
-    job = prepare_run([word])
-    assert job.make_run_dir() == tmp_path
+    assert prepare_run([word]).make_run_dir() == tmp_path
     (tmp_path / "config.yaml").write_text("the run's")
     directory.remove(tmp_path)  # as where the run was refused
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == sorted(mine)

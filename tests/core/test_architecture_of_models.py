@@ -108,8 +108,7 @@ def test_the_networks_of_drivetrain() -> None:
     assert list(tied.hidden) == [f"blocks.0.{part}.weight" for part in parts]
     mlp = Architecture.of(nets.Mlp((4,), 3, (8, 8), 0.0), NUMBERS)
     assert (mlp.outputs, list(mlp.hidden)) == (["head"], ["layers.1.linear.weight"])
-    unet = Architecture.of(nets.UNet((1, 8, 8), 2, 4, 2), torch.zeros(2, 1, 8, 8))
-    assert unet.outputs == ["head"]
+    assert Architecture.of(nets.UNet((1, 8, 8), 2, 4, 2), torch.zeros(2, 1, 8, 8)).outputs == ["head"]
 
 
 class Own(nn.Module):

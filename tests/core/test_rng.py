@@ -117,8 +117,7 @@ def test_an_order_of_a_billion_samples_is_read_where_it_is_asked():
 
 def permuted_up_to(most: int) -> None:
     for n in range(1, most + 1):
-        found = rng.permuted(3, 1, n, torch.arange(n))
-        assert torch.equal(found.sort().values, torch.arange(n)), n
+        assert torch.equal(rng.permuted(3, 1, n, torch.arange(n)).sort().values, torch.arange(n)), n
 
 
 def test_a_keyed_permutation_has_every_sample_once():

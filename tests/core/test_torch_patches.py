@@ -98,8 +98,7 @@ def test_torch_has_no_hook_around_the_state_of_an_optimizer_that_extends_it():
 
 
 def test_selective_checkpointing_does_not_pass_over_profiler_ranges():
-    source = inspect.getsource(checkpoint)
-    assert "_record_function_enter_new" not in source
+    assert "_record_function_enter_new" not in inspect.getsource(checkpoint)
 
 
 def test_make_fx_does_not_say_that_it_compiles():

@@ -66,8 +66,7 @@ def test_the_judgement_says_which_is_better(words, figure, said, tiny):
 
 def test_a_loss_that_it_has_no_outputs_for_costs_no_run(tiny, caplog):
     words = ["data=diabetes", "task=regression", "model=mlp", "loss=gaussian_nll", "metrics=[]", "select=loss"]
-    result = run_to_end(tiny(*words, *WORDS))
-    assert "baseline" not in result.metrics["test"]
+    assert "baseline" not in run_to_end(tiny(*words, *WORDS)).metrics["test"]
     assert "data.baseline=true: it cannot be measured" in caplog.text
 
 

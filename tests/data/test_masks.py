@@ -152,8 +152,7 @@ def test_masks_that_do_not_tell_are_refused_with_what_to_set(tmp_path, name):
     masks, says = UNCLEAR[name]
     if name in ("soft edges", "many colours"):
         for n in range(8):
-            size = masks[0].size
-            pair(tmp_path, str(n), Image.new("RGB", size), masks[n % len(masks)])
+            pair(tmp_path, str(n), Image.new("RGB", masks[0].size), masks[n % len(masks)])
         with pytest.raises(DataError, match=says):
             Masks(root=str(tmp_path), size=8, holdout=0.3).load(CPU)
         return
@@ -176,8 +175,7 @@ def test_values_are_the_classes_in_their_order(tmp_path):
     assert red.train.fetch(torch.tensor([0]))[1].unique().tolist() in ([0, 1], [1])
     with pytest.raises(UserError, match=r"masks have the values 127, 255, and the classes are 0"):
         masked(tmp_path / "grey", mask_of(0, 127, 255), values=[0], ignore=None)
-    numbers = masked(tmp_path / "few", mask_of(0, 1), classes=9)
-    assert numbers.classes == 9
+    assert masked(tmp_path / "few", mask_of(0, 1), classes=9).classes == 9
     assert masked(tmp_path / "two", mask_of(0, 255), classes=2).names == ["0", "255"]
     with pytest.raises(DataError, match=r"values 0, 255, and data\.classes=3"):  # 255 alone beside 0 would not count
         masked(tmp_path / "two", mask_of(0, 255), classes=3)
@@ -244,8 +242,7 @@ def test_an_image_and_its_mask_are_turned_alike(tmp_path, orientation, stored):
         pair(tmp_path, str(n), turned(image, each), turned(mask, each) if stored else mask, each)
     small = turned(mask.resize((24, 16), Image.Resampling.NEAREST), 8 if stored else 1)
     pair(tmp_path, "small", turned(image, 8), small, 8)  # a mask may be of another size
-    splits = Masks(root=str(tmp_path), size=32, holdout=0.2, validation=None).load(CPU)
-    assert overlap(splits) > 0.9
+    assert overlap(Masks(root=str(tmp_path), size=32, holdout=0.2, validation=None).load(CPU)) > 0.9
 
 
 def test_what_does_not_tell_how_a_mask_is_turned_is_refused(tmp_path):
@@ -293,5 +290,4 @@ def test_scenes_are_the_same_every_time_and_the_tests_are_others():
 
 @pytest.mark.parametrize("shape", [(1, 24, 24), (3, 21, 17)])
 def test_a_unet_gives_a_class_for_each_pixel_of_any_size(shape):
-    model = UNet(width=4, depth=2).create(shape, 5)
-    assert model(torch.zeros(2, *shape)).shape == (2, 5, *shape[1:])
+    assert UNet(width=4, depth=2).create(shape, 5)(torch.zeros(2, *shape)).shape == (2, 5, *shape[1:])

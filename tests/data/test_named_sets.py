@@ -351,5 +351,4 @@ def test_folders_of_images_are_sets_by_their_names(train, tmp_path):
 def test_a_metric_of_a_preset_is_that_of_the_first_set(tables, tiny):
     """A task sets select=…, and knows of no sets."""
     words = ("data=tabular", "data.path=train.csv", "data.target=kind", "data.validation={near: near.csv, far: far.csv}")
-    run = launcher.prepare(tiny(*words, "select=accuracy")).run
-    assert selected(run).name == "near/accuracy"
+    assert selected(launcher.prepare(tiny(*words, "select=accuracy")).run).name == "near/accuracy"

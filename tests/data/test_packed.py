@@ -199,8 +199,7 @@ def test_crops_are_cut_while_decoding_the_same_from_files_shards_and_packed_jpeg
 
 
 def test_every_loader_reads_the_same(images, tmp_path):
-    root = images(15)
-    pack(root, tmp_path / "packed", "--size", "8")
+    pack(images(15), tmp_path / "packed", "--size", "8")
     source = Packed(root=str(tmp_path / "packed")).load(CPU).train
     pipeline = Pipeline(source, (), None, 0)
     wanted = [list(requests()) for _ in range(4)]

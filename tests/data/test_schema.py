@@ -413,8 +413,7 @@ def test_words_that_count_as_missing_can_be_given(tmp_path):
         loaded(path)
     with pytest.raises(DataError, match=r"t.csv:5 and others have no value in a \(1\)"):
         loaded(path, na=[-999])
-    splits = loaded(path, na=[-999], missing="fill")
-    assert schema(splits)["b"]["categories"] == ["none", "pool"]
+    assert schema(loaded(path, na=[-999], missing="fill"))["b"]["categories"] == ["none", "pool"]
 
 
 def test_a_constant_column_is_no_input_of_quadrillions(tmp_path):
@@ -423,8 +422,7 @@ def test_a_constant_column_is_no_input_of_quadrillions(tmp_path):
     splits = loaded(path)
     (x,) = predicted(splits, "a,b", "0.2,1")
     assert x[0, 0] == pytest.approx(0.1)
-    units = loaded(path, "values", target="a").units
-    assert units.std.tolist() == [1.0]
+    assert loaded(path, "values", target="a").units.std.tolist() == [1.0]
     assert mean_and_std(np.array([1e9, 1e9 + 1])) == (1e9 + 0.5, 0.5)  # a small deviation that is one
 
 
@@ -534,8 +532,7 @@ def test_types_of_columns_can_be_given(tmp_path):
     path = table(tmp_path, {"zip": lambda n: 10000 + n % 4, "id": lambda n: n, "size": lambda n: n / 4})
     columns = parse("data.columns={zip: category, id: unused}").value()
     assert columns == ["zip:category", "id:unused", "*"]
-    splits = loaded(path, columns=columns)
-    assert splits.inputs == "inputs: 1 number (size), zip 4 categories"
+    assert loaded(path, columns=columns).inputs == "inputs: 1 number (size), zip 4 categories"
     assert loaded(path, columns=["size", "zip:category"]).inputs == "inputs: 1 number (size), zip 4 categories"
     assert loaded(path, columns=["size"]).shape == (1,)
     with pytest.raises(DataError, match=r"t.csv:32: the column a holds 'many', and it is to hold numbers there"):
@@ -659,8 +656,7 @@ def test_any_separator(tmp_path, separator):
     cells = {"a": lambda n: n, "b": lambda n: f'"x{separator}y"'}
     given = separator if separator in ":~ " else None
     path = table(tmp_path, cells, separator=separator)
-    splits = loaded(path, delimiter=given)
-    assert schema(splits)["b"]["categories"] == [f"x{separator}y"]
+    assert schema(loaded(path, delimiter=given))["b"]["categories"] == [f"x{separator}y"]
 
 
 def test_columns_between_several_spaces(tmp_path):

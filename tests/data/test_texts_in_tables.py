@@ -53,10 +53,8 @@ def test_inputs_are_those_of_the_same_texts_in_json_lines(words, bert, make, cap
 def test_a_run_is_evaluated_again_and_predicts_rows_and_tables(words, bert, tiny, tmp_path):
     """Predictions of a table and of one row alike; rows may lack the columns that are no input."""
     result = run_to_end(tiny(*words, *of(bert)))
-    told = json.loads((result.run_dir / "table.json").read_text())
-    assert told["inputs"] == ["review"]
-    again = evaluate(result.run_dir)
-    assert again.metrics["loss"] == result.metrics["test"]["final"]["loss"]
+    assert json.loads((result.run_dir / "table.json").read_text())["inputs"] == ["review"]
+    assert evaluate(result.run_dir).metrics["loss"] == result.metrics["test"]["final"]["loss"]
     loaded = load(result.run_dir)
     (tmp_path / "new.csv").write_text('review\n"ab end"\n"end, ab ab ab ab ab ab ab ab ab ab ab ab"\n')
     (tmp_path / "one.csv").write_text('review\n"ab end"\n')

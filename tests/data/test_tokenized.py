@@ -276,8 +276,7 @@ def test_a_cache_of_other_texts_is_refused(texts, large):
     """A folder that was copied over another one: its hashes are right."""
     option(texts, "labelled").load_sets(CPU)
     (first,) = (texts.parent / "cache").iterdir()
-    rows = (texts / "rows.jsonl").read_text().splitlines()
-    (texts / "rows.jsonl").write_text("\n".join(rows[9:]))
+    (texts / "rows.jsonl").write_text("\n".join((texts / "rows.jsonl").read_text().splitlines()[9:]))
     option(texts, "labelled").load_sets(CPU)
     (second,) = {*(texts.parent / "cache").iterdir()} - {first}
     shutil.rmtree(second)

@@ -180,8 +180,7 @@ def test_what_belongs_together_stays_together():
     twice = torch.rand(20, 2).repeat(3, 1)
     train, validation = hold_out(Tensors(twice, torch.zeros(60, dtype=torch.int64)), 0.2)
     assert not set(contents(train)) & set(contents(validation)), "equal samples are in one set"
-    one_large = chosen(hash_of(["a"] * 90 + ["b"] * 8 + ["c"] * 9), None, 0.05)
-    assert 0 < one_large.sum() <= 9
+    assert 0 < chosen(hash_of(["a"] * 90 + ["b"] * 8 + ["c"] * 9), None, 0.05).sum() <= 9
 
 
 def test_holding_out_of_many_names_says_how_long_it_will_take(caplog, monkeypatch):
@@ -402,8 +401,7 @@ def tensors(**changed: torch.Tensor) -> Tensors:
 
 def of_option(*words: str) -> dict[str, object]:
     """The fingerprint of a run's training data, as it was split."""
-    run = prepare(["model=mlp", *words]).run
-    return fingerprint(run.data.load_sets(torch.device("cpu")).train)
+    return fingerprint(prepare(["model=mlp", *words]).run.data.load_sets(torch.device("cpu")).train)
 
 
 def test_tensors_are_hashed_as_a_whole():

@@ -287,8 +287,7 @@ PROFILE = ["debug=profile", "debug.skip=2", "debug.warmup=1", "debug.window=3", 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory):
     own = ["model.hidden=[64]", "data.samples=240", "data.test_samples=20", f"output_dir={tmp_path_factory.mktemp('profiled')}"]
-    result = run_to_end([*TINY, *PROFILE, *own], updates=9)
-    return result
+    return run_to_end([*TINY, *PROFILE, *own], updates=9)
 
 
 def trace_of(result) -> list[dict]:
@@ -512,8 +511,7 @@ def test_gradcheck_names_the_module_whose_backward_is_wrong(make, train, planted
         r": (-?[\d.e+-]+) along a direction in which differences give (-?[\d.e+-]+)", str(found.value)
     )[0]
     assert float(analytical) != pytest.approx(float(numerical), rel=1e-3)
-    result = train("debug=gradcheck", *planted(*words), updates=0, ends="failed")
-    assert says in result.error
+    assert says in train("debug=gradcheck", *planted(*words), updates=0, ends="failed").error
     with pytest.raises(WrongGradient, match=r"^a backward is not"):  # before the second derivative
         make("debug=gradcheck", "debug.second=true", *planted(*words))
 
@@ -778,8 +776,7 @@ def test_anomaly_names_the_line_that_made_a_nan(train, planted):
     assert re.search(made, found.splitlines()[-1])
     assert "'MulBackward0' returned nan values" in result.error
     assert not torch.is_anomaly_enabled()  # the process may train another run
-    without = train(*planted("root"), ends="diverged")
-    assert "Backward" not in without.error
+    assert "Backward" not in train(*planted("root"), ends="diverged").error
     assert train(*planted("root"), "debug=anomaly", "debug.check_nan=false").status == "diverged"
 
 

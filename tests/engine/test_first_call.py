@@ -167,14 +167,12 @@ def test_what_was_called_is_what_a_call_takes():
 @pytest.mark.parametrize("kind", RUNS_MODEL)
 def test_a_finished_run_of_such_a_loss_is_loaded(kind):
     result = run_to_end([*WORDS, *KINDS[kind], "saving=last", "precision=bf16"])
-    loaded = load(result.run_dir)
-    assert sum(p.numel() for p in loaded.model.parameters()) > 100
+    assert sum(p.numel() for p in load(result.run_dir).model.parameters()) > 100
 
 
 def test_an_edit_of_a_finished_run_tries_the_call_of_its_loss():
     words = [*KINDS["keywords of its own"], "surgery=[no_bias_before_norm]", "saving=last"]
-    result = run_to_end([*WORDS, *words])
-    assert load(result.run_dir).model.first.bias is None
+    assert load(run_to_end([*WORDS, *words]).run_dir).model.first.bias is None
 
 
 @pytest.mark.parametrize(("loss", "told"), [("alike", False), ("Alike", True), ("Weighed", False), ("Told", True)])
@@ -188,8 +186,7 @@ def test_an_update_that_is_split_is_the_same_or_refused(loss, told):
         assert "`compares_samples = True`" in said
         assert "`count`" in said
         return
-    whole = losses(*words)
-    assert losses(*split) == pytest.approx(whole, rel=1e-5)
+    assert losses(*split) == pytest.approx(losses(*words), rel=1e-5)
 
 
 @pytest.mark.parametrize("words", [

@@ -105,8 +105,7 @@ def test_an_output_that_nobody_takes_is_named_before_the_first_update(make, word
 
 @pytest.mark.parametrize("kind", ["dict", "dataclass"])
 def test_an_own_loss_takes_the_output_as_it_is(fitted, words, kind):
-    trainer = fitted(*words(kind, "loss=own", "loss.target=my_outputs.loss"))
-    assert trainer.progress.updates == 2
+    assert fitted(*words(kind, "loss=own", "loss.target=my_outputs.loss")).progress.updates == 2
 
 
 def test_a_prediction_is_of_the_part_too(train, words):

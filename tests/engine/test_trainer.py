@@ -183,8 +183,7 @@ def test_training_goes_on_as_if_there_had_been_no_evaluation(fitted):
 
 
 def test_the_log_comes_every_n_updates_and_at_the_end_of_an_epoch(fitted):
-    trainer = fitted(*TAIL, "log_every=3")
-    assert [r["update"] for r in told(trainer, "train")] == [3, 5, 6, 9, 10]
+    assert [r["update"] for r in told(fitted(*TAIL, "log_every=3"), "train")] == [3, 5, 6, 9, 10]
 
 
 def test_the_logged_loss_is_the_mean_over_the_samples(make):
@@ -279,8 +278,7 @@ def test_a_loader_that_ends_early_ends_the_run(train, monkeypatch):
 
     whole = Loader.batches
     monkeypatch.setattr(Loader, "batches", lambda *args, **kwargs: islice(whole(*args, **kwargs), 1))
-    result = train(ends="failed")
-    assert "stream ended after 1 of 2 updates" in result.error
+    assert "stream ended after 1 of 2 updates" in train(ends="failed").error
 
 
 def test_a_loss_that_is_not_finite_is_null_where_the_update_was_skipped_and_ends_the_run_elsewhere(make):
@@ -311,6 +309,5 @@ def test_a_run_whose_loss_has_exploded_says_so(train, log_every):
     assert run.remarks[0] in (run.run_dir / "log.txt").read_text()
     assert Result.read(run.run_dir).remarks == run.remarks
     half = train(*words[:1], "updates=4", *words[2:])
-    rest = drivetrain.train([f"resume={half.run_dir}", "updates=8"])
-    assert rest.remarks == run.remarks
+    assert drivetrain.train([f"resume={half.run_dir}", "updates=8"]).remarks == run.remarks
     assert not any("exploded" in line for line in train(*words[1:]).remarks)

@@ -117,8 +117,7 @@ def test_other_metrics_than_those_that_training_needed(finished):
 
 def test_other_data(digits, finished):
     """A set of another split gives another figure; one that does not fit is refused by the names of the weights."""
-    other = evaluate(digits.run_dir, ["data.holdout=0.5"])
-    assert other.metrics != digits.tested("final")
+    assert evaluate(digits.run_dir, ["data.holdout=0.5"]).metrics != digits.tested("final")
     with pytest.raises(UserError, match=r"head\.weight is \[10, 32\], and the model wants \[4, 32\]"):
         evaluate(digits.run_dir, ["data=synthetic", "data.shape=[1,8,8]", "data.classes=4"])
 
@@ -186,8 +185,7 @@ def test_a_strangers_run_names_no_code(finished, tmp_path):
     (line,) = refused.value.problems
     assert "'trust=[nets]'" in line
     assert "nets.net" in line
-    allowed = evaluate(copy, ["trust=[nets]", "model.target=nets.net"])
-    assert allowed.metrics == result.tested("final")
+    assert evaluate(copy, ["trust=[nets]", "model.target=nets.net"]).metrics == result.tested("final")
 
 
 # --- `drivetrain evaluate` on another file than the run's own: all of it is judged, encoded as the run's own data ---
@@ -274,8 +272,7 @@ def trained(finished, tmp_path_factory):
         own = folder / {"path": "t.txt" if reader == "text" else "t.jsonl" if reader == "jsonl" else "t.csv"}.get(key, "")
         if not folder.exists():
             own = write(folder, 60, 0)
-        result = finished(*words, f"data.{key}={own}", "data.holdout=0.3", "augment=[]")
-        return result.run_dir, own
+        return finished(*words, f"data.{key}={own}", "data.holdout=0.3", "augment=[]").run_dir, own
 
     return by
 

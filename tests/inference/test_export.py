@@ -45,10 +45,8 @@ def read(path: Path, kind: str):
         return lambda x: torch.from_numpy(session.run(None, {"input": x.numpy()})[0]), json.loads(about)
     files = {"drivetrain": ""}
     if kind == "torch.export":
-        program = torch.export.load(path, extra_files=files)
-        return program.module(), json.loads(files["drivetrain"])
-    module = torch.jit.load(path, _extra_files=files)
-    return module, json.loads(files["drivetrain"])
+        return torch.export.load(path, extra_files=files).module(), json.loads(files["drivetrain"])
+    return torch.jit.load(path, _extra_files=files), json.loads(files["drivetrain"])
 
 
 PLAIN, WHOLE = "plain", "whole"  # normalised inputs; those of the data set

@@ -199,8 +199,7 @@ def test_a_run_in_16_bits_predicts(precision, finished, asked):
 
 def test_lines(digits, finished, tmp_path, images, asked, capsys):
     """`-` reads paths, or texts where the run reads text."""
-    pixels = (images[0, 0] * (255 / 16)).round().astype("uint8")
-    Image.fromarray(pixels).save(tmp_path / "one.png")
+    Image.fromarray((images[0, 0] * (255 / 16)).round().astype("uint8")).save(tmp_path / "one.png")
     code, (one, none) = asked(digits, "-", "average=false", lines=b"one.png\nnone.png\n")
     assert (code, one["input"], one["label"], one["error"]) == (1, "one.png", "0", "")
     assert "none.png cannot be read" in none["error"]

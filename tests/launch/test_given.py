@@ -121,8 +121,7 @@ def test_metrics_and_callbacks(in_main):
 
 
 def test_two_sets_are_said_to_select_on_the_test_set(in_main, capfd):
-    result = drivetrain.train([*WORDS], model=Net, data=SETS[:2])
-    assert result.judged_by == "test"
+    assert drivetrain.train([*WORDS], model=Net, data=SETS[:2]).judged_by == "test"
     assert "looks at the test set" in capfd.readouterr().err
 
 
@@ -130,8 +129,7 @@ def test_what_only_the_program_can_repeat_is_said(in_main, tmp_path, capsys):
     result = drivetrain.train([*WORDS], **OBJECTS)
     recipe = (result.run_dir / "recipe.yaml").read_text()
     assert f"# it was made by a program, with its data.target={given.PACKAGE}." in recipe
-    loaded = drivetrain.load(result.run_dir)
-    assert loaded.predict(X[:3]).labels
+    assert drivetrain.load(result.run_dir).predict(X[:3]).labels
     with pytest.raises(UserError, match="was made by a program"):
         export([result.run_dir])
     done = command.run("train", f"resume={result.run_dir}", "epochs=3", cwd=tmp_path)

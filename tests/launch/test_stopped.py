@@ -44,8 +44,7 @@ def test_a_signal_in_the_look_of_batch_critical_ends_its_process(tiny, tmp_path,
     looking: list[int] = []
 
     def tell() -> None:
-        arrived = until(lambda: list(gate.iterdir()))
-        looking.append(int(arrived[0].name.rpartition("-")[2]))
+        looking.append(int(until(lambda: list(gate.iterdir()))[0].name.rpartition("-")[2]))
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=tell, daemon=True).start()

@@ -53,8 +53,7 @@ def test_cross_entropy_of_pixels_is_torchs():
     loss.counted = True
     close(loss(output, target), F.cross_entropy(output, target, ignore_index=255))
     total, correct, count = loss.sums(output, target).tolist()
-    right = ((output.argmax(1) == target) & (target != 255)).sum()
-    assert (correct, count) == (int(right), 30)
+    assert (correct, count) == (int(((output.argmax(1) == target) & (target != 255)).sum()), 30)
     assert total / count == pytest.approx(float(F.cross_entropy(output, target, ignore_index=255)), rel=1e-12)
 
 
@@ -329,8 +328,7 @@ def test_distillation_is_its_formula():
     soft = 9 * (p * (p / q).log()).sum(1).mean()
     expected = 0.3 * F.cross_entropy(output, y, label_smoothing=0.1) + 0.7 * soft
     loss._teacher = lambda x: x
-    batch = MicroBatch(teacher, y, torch.tensor(0.5), True, False)
-    close(loss.step(lambda x: output, batch), expected)
+    close(loss.step(lambda x: output, MicroBatch(teacher, y, torch.tensor(0.5), True, False)), expected)
     close(loss.parts()["loss_soft"], soft / 2)
 
 

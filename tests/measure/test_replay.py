@@ -85,8 +85,7 @@ def test_a_run_that_diverged_names_its_row(place, capsys):
 
 
 def test_it_begins_at_a_checkpoint_and_computes_the_same_bits(run):
-    kept = sorted(int(path.name) for path in (run / "checkpoints").iterdir())
-    assert kept[-3:] == [32, 42, 48]
+    assert sorted(int(path.name) for path in (run / "checkpoints").iterdir())[-3:] == [32, 42, 48]
     found = replayed(run, update=47, back=4)
     assert (found.start, found.same, found.other) == (42, [*range(43, 48)], [])
     assert (found.update, found.earlier, len(found.samples)) == (47, 43, 8)

@@ -253,8 +253,7 @@ def test_a_function_of_the_whole_set_takes_trees(train, own):
 
 def test_a_dict_of_figures_may_rank_by_one_of_them(train, own):
     words = own("several", "metrics.own.better={right: max}", "select=right")
-    result = train(*words)
-    assert {"right", "rank"} <= result.judged("final").keys()
+    assert {"right", "rank"} <= train(*words).judged("final").keys()
     with pytest.raises(
         UserError, match=r"metrics.own.better is of wrong, and metrics.own.target=my_metrics.several gives right, rank"
     ):
@@ -390,8 +389,7 @@ def test_an_own_loss_takes_all_and_metrics_and_predictions_the_part(train, own):
     words = ["model=own", "model.target=my_metrics.Two", "trust=[my_metrics]", "metrics=[accuracy]"]
     whole = ("loss.target=my_metrics.loss_of_two", "loss=own")
     plain = train(*words, *whole, "forward_output=logits", "select=accuracy")
-    output = drivetrain.load(plain.run_dir).predict(torch.rand(3, 3, 8, 8)).output
-    assert output.shape == (3, 4)
+    assert drivetrain.load(plain.run_dir).predict(torch.rand(3, 3, 8, 8)).output.shape == (3, 4)
     added = train(*words, "loss=[own,cross_entropy]", "loss.own.target=my_metrics.loss_of_two", "forward_output=logits")
     found = added.judged("final")
     assert found["loss_own"] == pytest.approx(found["loss_cross_entropy"], rel=1e-6)

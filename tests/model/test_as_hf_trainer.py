@@ -125,8 +125,7 @@ def test_each_update_has_the_loss_of_their_trainer(kind, variant, updates, make,
     name, sizes = MODELS[kind]
     cls = getattr(transformers, name)
     torch.manual_seed(0)
-    model = cls(cls.config_class(**sizes))
-    model.save_pretrained(tmp_path / "model")
+    cls(cls.config_class(**sizes)).save_pretrained(tmp_path / "model")
     classes = 40 if kind in LANGUAGE else 3
     (tmp_path / "samples.py").write_text(SAMPLES.format(kind=kind, count=updates * BATCH, classes=classes))
     monkeypatch.syspath_prepend(tmp_path)

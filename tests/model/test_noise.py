@@ -15,8 +15,7 @@ TEXT = [
 
 
 def embedded(trainer) -> torch.Tensor:
-    tokens = torch.arange(16).repeat(64, 1)
-    return trainer.model.embedding(tokens).detach()
+    return trainer.model.embedding(torch.arange(16).repeat(64, 1)).detach()
 
 
 def test_its_size_is_the_papers_and_an_evaluation_has_none(make):

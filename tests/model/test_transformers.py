@@ -183,8 +183,7 @@ def test_the_logits_are_those_of_transformers_without_the_padding(folder, make):
 
 def test_a_head_of_another_size_is_made_new_and_said(folder, make, said):
     trainer = make(*CLASSES, "model=transformers", f"model.name={folder}", "model.pretrained=true")
-    classes = trainer.model.classifier.out_features
-    assert classes != 3
+    assert trainer.model.classifier.out_features != 3
     assert "classifier.bias, classifier.weight start anew" in said()
     own = transformers.BertForSequenceClassification.from_pretrained(folder)
     assert torch.equal(trainer.model.bert.embeddings.word_embeddings.weight, own.bert.embeddings.word_embeddings.weight)
@@ -235,8 +234,7 @@ def test_what_only_transformers_forward_takes_comes_in_a_dict(make, monkeypatch,
     monkeypatch.syspath_prepend(tmp_path)
     words = ["data=own", "data.target=pairs.Pairs", "trust=[pairs]", "model.config.vocab_size=7"]
     trainer = make(*BERT, *words)
-    batch = next(iter(trainer.read()))
-    assert set(batch.x) == {"input_ids", "token_type_ids", "attention_mask"}
+    assert set(next(iter(trainer.read())).x) == {"input_ids", "token_type_ids", "attention_mask"}
 
 
 REFUSED = {

@@ -60,8 +60,7 @@ def short(names: Iterable[str], *normal: str) -> list[Any]:
 
 def run(out: Path, *words: str, epochs: int = 5) -> Result:
     fixed = ["model=mlp", f"epochs={epochs}", f"output_dir={out}", "runtime.threads=1"]
-    result = run_to_end([*fixed, *words])
-    return result
+    return run_to_end([*fixed, *words])
 
 
 @pytest.mark.parametrize("name", short(RATES, "adamw", "timm"))

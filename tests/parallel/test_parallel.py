@@ -151,8 +151,7 @@ def test_states_are_saved_as_often_as_asked_for_on_ranks_too(fitted, one_rank, t
 
 def test_ddp_on_one_device_trains(train):
     """`parallel=ddp` on a machine with one GPU is one rank: that is no error."""
-    result = train("parallel=ddp", "parallel.nproc=1")
-    assert result.updates == 2
+    assert train("parallel=ddp", "parallel.nproc=1").updates == 2
 
 
 # --- who takes part ---

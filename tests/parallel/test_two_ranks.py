@@ -184,8 +184,7 @@ def test_an_overflow_in_one_shard_skips_the_update_on_all_ranks(ranks, make):
         trainer.step.micro_batch(next(stream), torch.zeros(()))
         if world.rank == 1:
             next(trainer.model.parameters()).grad.to_local().fill_(float("inf"))
-        made = trainer.step.update()
-        return bool(made), trainer.precision.scaler.get_scale()
+        return bool(trainer.step.update()), trainer.precision.scaler.get_scale()
 
     assert ranks(work) == [(False, 4.0)] * 2
 

@@ -435,8 +435,7 @@ def test_the_hash_is_of_what_left_out_names_too_where_the_file_sets_it() -> None
 def test_an_empty_mapping_takes_the_place_of_a_default_that_is_not() -> None:
     """So a recipe that spells out `lr_multipliers: {}` stays what it was when the default becomes another."""
     config = {"optimizer": {"lr_multipliers": {"head": 10}, "lr": 1}}
-    setter = KeySetter(config, {})
-    assert setter.set("optimizer.lr_multipliers", {}) is None
+    assert KeySetter(config, {}).set("optimizer.lr_multipliers", {}) is None
     assert config == {"optimizer": {"lr_multipliers": {}, "lr": 1}}
 
 
@@ -707,8 +706,7 @@ def problem(*words: str) -> str:
 
 
 def test_an_own_run_needs_no_word(recorded):
-    values = prepare([f"resume={recorded}"]).run.values
-    assert values["output_dir"] == "elsewhere"
+    assert prepare([f"resume={recorded}"]).run.values["output_dir"] == "elsewhere"
 
 
 def test_a_changed_record_is_not_taken(recorded, tmp_path):

@@ -27,8 +27,7 @@ def test_history_is_a_row_for_each_record(result):
     lines = (result.run_dir / "metrics.jsonl").read_text().splitlines()
     assert found.to_dict("records")[0]["loss"] == json.loads(lines[0])["loss"]
     assert len(found) == len(lines)
-    trained = found[found["event"] == "train"]
-    assert list(trained["update"]) == [1, 2, 3, 4]
+    assert list(found[found["event"] == "train"]["update"]) == [1, 2, 3, 4]
     last = found[found["update"] == 4]
     assert {"train", "evaluate"} <= set(last["event"])
     assert set(last["epoch"]) == {1}, "as metrics.csv has it"
@@ -79,8 +78,7 @@ def test_a_run_of_several_ranks_prints_no_table_to_who_gets_its_result(tiny, tmp
 def test_a_sweep_a_comparison_and_a_doctor_from_python_after_a_run(tiny, train):
     """As in a notebook: this process has computed already."""
     train()
-    frame = drivetrain.sweep(tiny(), optimizer="sgd,adamw")
-    assert list(frame["status"]) == ["completed", "completed"]
+    assert list(drivetrain.sweep(tiny(), optimizer="sgd,adamw")["status"]) == ["completed", "completed"]
     compared = drivetrain.compare([*tiny("model.dropout=0,0.5", "optimizer.lr=0.0001"), "rounds=1"])  # for as long as that lasts
     assert [row.label for row in compared.rows] == ["model.dropout=0", "model.dropout=0.5"]
     assert "model.dropout=0.5" in compared._repr_html_()

@@ -35,8 +35,7 @@ def write(path, unfinished=b""):
 
 
 def test_readable_records_are_kept_and_the_others_counted(tmp_path):
-    found = records.read(write(tmp_path / "metrics.jsonl", b'{"event": "tra'))
-    assert found == (GOOD, 3 * len(SPOILT))
+    assert records.read(write(tmp_path / "metrics.jsonl", b'{"event": "tra')) == (GOOD, 3 * len(SPOILT))
     assert records.read(tmp_path / "none.jsonl") == ([], 0)
     (tmp_path / "metrics.jsonl").write_bytes(json.dumps(GOOD[0]).encode() + b'\n{"event": "tra')
     assert records.read(tmp_path / "metrics.jsonl") == (GOOD[:1], 0), "the last line of a killed run is not whole"
@@ -161,8 +160,7 @@ def test_a_rate_that_goes_on_as_its_schedule_has_it_is_not_told(words, train, ca
     first = train("epochs=4", "updates=null", "saving.keep=99", "saving.every_updates=1", *words)
     for checkpoint in sorted(manifest.checkpoints(first.run_dir), key=lambda path: int(path.name))[1:]:
         shutil.rmtree(checkpoint)
-    again = drivetrain.train([f"resume={first.run_dir}"])
-    assert again.resumed_at == 1
+    assert drivetrain.train([f"resume={first.run_dir}"]).resumed_at == 1
     assert not [message for message in caplog.messages if "goes up" in message]
 
 

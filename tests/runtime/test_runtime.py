@@ -22,8 +22,7 @@ def weights(trainer) -> torch.Tensor:
 
 def test_the_seed_decides_the_weights_and_the_dropout(make, fitted):
     def end(seed: int) -> torch.Tensor:
-        trainer = fitted(f"runtime.seed={seed}", "model.dropout=0.5")
-        return weights(trainer)
+        return weights(fitted(f"runtime.seed={seed}", "model.dropout=0.5"))
 
     assert torch.equal(end(0), end(0))
     assert not torch.equal(end(0), end(1))
@@ -285,8 +284,7 @@ def test_threads_are_chosen_by_trial_once_and_recorded_for_a_resume(seconds, wor
         found = given.choose(trials)
     assert (found.threads, found.untried, given.threads, given.untried) == (chosen, "", "auto", "runtime.threads=1")
     assert f"runtime.threads=auto: {chosen} of {3 if words else 6}" in caplog.text
-    again = given.choose(trials, found.found)
-    assert (again.threads, trials.asked) == (chosen, 1)
+    assert (given.choose(trials, found.found).threads, trials.asked) == (chosen, 1)
     assert given.choose(trials, {**found.found, "cores": 99}).threads == chosen
     assert trials.asked == 2, "another machine"
 

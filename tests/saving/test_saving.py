@@ -57,8 +57,7 @@ def test_last_saves_every_so_many_updates_and_at_the_end_of_each_epoch(make, tmp
 
 
 def test_none_saves_nothing(fitted, tmp_path):
-    trainer = fitted(*EPOCHS, "saving=none")
-    assert trainer.progress.updates == 16
+    assert fitted(*EPOCHS, "saving=none").progress.updates == 16
     assert not (tmp_path / "run").exists()
 
 

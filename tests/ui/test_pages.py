@@ -392,8 +392,7 @@ def test_a_page_is_readable_at_three_widths(made, tmp_path, name, scheme):
 @pytest.mark.parametrize("name", NAMES)
 def test_light_and_dark_show_the_same(made, tmp_path, name):
     """A curve, a line or a label that is in one of two pictures alone has the colour of its ground in the other."""
-    folder = Path(os.environ.get("DRIVETRAIN_KEEP_PAGES", tmp_path))
-    assert vanishing(made[name], folder, name) == 0
+    assert vanishing(made[name], Path(os.environ.get("DRIVETRAIN_KEEP_PAGES", tmp_path)), name) == 0
 
 
 @pytest.mark.slow

@@ -329,8 +329,7 @@ def test_a_first_start_that_compiles_is_told_beside_those_with_filled_caches():
     assert compiled.run_s == pytest.approx(26.0)
     assert compiled.whole_run.middle == pytest.approx(31 / 26)
     assert [*compiled.figures().values()][-3:] == ["11.0 s (uncompiled: 501.0)", "200 updates (uncompiled: 10,000)", "26.0 s"]
-    cached = variant([12.0, *[11.0] * 6], 0.05)
-    assert weighed(300, PLAIN, cached)[1].first_start_s is None
+    assert weighed(300, PLAIN, variant([12.0, *[11.0] * 6], 0.05))[1].first_start_s is None
 
 
 @pytest.mark.parametrize(("updates", "worth"), [(165, False), (200, False), (201, True), (20_000, True)])
@@ -440,8 +439,7 @@ def test_a_variant_that_stopped_is_compared_with_its_own_rounds():
 
 
 def test_the_share_of_waiting_is_that_of_the_whole_time():
-    made = timed(1.0, 1.0, seconds=4.0, wait=1.0)
-    assert weighed(None, made)[0].data_wait == 0.25
+    assert weighed(None, timed(1.0, 1.0, seconds=4.0, wait=1.0))[0].data_wait == 0.25
 
 
 CACHED = """

@@ -65,8 +65,7 @@ def test_what_decides_may_be_named():
     trial = Trial.of("accuracy", {1: ("changes", [])}, {1: test.figures_for("changes", ACCURACY, [ACCURACY])})
     assert trial.look({1: less_sure}, trained()) == []
     assert trial.verdicts[1].outcome == PASS
-    by_loss = test.verdict(less_sure, trained(), Selection("loss", min), "changes")
-    assert by_loss.outcome == FAIL
+    assert test.verdict(less_sure, trained(), Selection("loss", min), "changes").outcome == FAIL
 
 
 def test_want_of_seeds_or_of_a_figure_is_never_a_pass():

@@ -320,8 +320,7 @@ def test_on_another_machine_with_other_data_nothing_can_be_told(made_up):
 
 
 def test_quick_measures_the_speed_alone(made_up, says, refused):
-    said = says("recipe", "verify", claimed(replace(CLAIM, speed=SPEED)), "--quick")
-    assert said.count(SKIPPED) == 4
+    assert says("recipe", "verify", claimed(replace(CLAIM, speed=SPEED)), "--quick").count(SKIPPED) == 4
     assert "trained" not in made_up
     assert "claims no speed" in refused("recipe", "verify", claimed(CLAIM), "--quick")
 
@@ -642,8 +641,7 @@ def test_the_fastest_variant_is_handed_on(capsys):
 
 @pytest.mark.parametrize("ratio", [None, (1.5, 0.0, float("inf")), (1.05, 0.95, 1.15), (0.5, 0.4, 0.6)])
 def test_without_proof_nothing_is_written(ratio, capsys):
-    file = hand_on(*compared(bf16=ratio, sgd=None))
-    assert not file.exists()
+    assert not hand_on(*compared(bf16=ratio, sgd=None)).exists()
     assert "mine.yaml is not written: no variant is faster than the first beyond doubt" in capsys.readouterr().out
 
 

@@ -257,8 +257,7 @@ def test_what_if_keeps_the_batch_of_a_preset_and_records_no_step_twice(monkeypat
     assert accumulated.override == "batch=accumulate batch.accumulation_steps=2 batch.global_batch=16"
     assert [*recorded, (8, 2, 0)] == list(own.rehearsal.records), "a compiled step has the record of the plain one"
     assert compiled.memory == 1
-    late = forecast.table(base, own, 0.0)
-    assert all("the time was up" in row.why_not for row in late)
+    assert all("the time was up" in row.why_not for row in forecast.table(base, own, 0.0))
 
 
 def test_ranks_divide_the_batch_and_fsdp_the_state():
@@ -281,8 +280,7 @@ def test_offloading_to_the_host_is_forecast_for_a_device_that_is_not_here():
 
 def test_a_run_that_needs_checkpoints_is_forecast_with_them():
     assert plan([*SMALL, "model=mlp"], (), "h100").run.saving.active is False
-    planned = plan([*SMALL, "model=mlp", "ema=post_hoc"], (), "h100")
-    assert planned.run.saving.active
+    assert plan([*SMALL, "model=mlp", "ema=post_hoc"], (), "h100").run.saving.active
     assert forecast.examine(subject("model=mlp", "ema=post_hoc"), 0.0).tensors_bytes.value > 0
     with pytest.raises(UserError, match=r"^ema.wider=0.01 is not above ema.width=0.05"):
         plan([*SMALL, "model=mlp", "ema=post_hoc", "ema.wider=0.01"], (), "h100")
@@ -293,8 +291,7 @@ def test_a_forecast_leaves_its_page_and_its_figures(capsys):
     assert verb([*SMALL, "model=mlp", "device=h100", "seconds=1"]) == 0
     (left,) = Path("outputs/forecast").glob("*/*/forecast.html")
     assert f"written to {left.parent}/forecast.json and forecast.html" in capsys.readouterr().out
-    read = pages.check(left.read_text())
-    assert read.texts[0][1].startswith("The run fits: its peak memory is ")
+    assert pages.check(left.read_text()).texts[0][1].startswith("The run fits: its peak memory is ")
     json_keys.check(json.loads(left.with_suffix(".json").read_text()), top=json_keys.FORECAST)
 
 

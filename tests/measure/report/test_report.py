@@ -224,8 +224,7 @@ def test_configs_are_judged_on_the_same_data_alone(train):
             last = train("data=synthetic", *words, noise, f"runtime.seed={seed}")
         result = Path(last.run_dir) / "result.json"
         result.write_text(json.dumps({**json.loads(result.read_text()), "status": "interrupted"}))
-    found = summarize_repeats(find([Path("outputs")]))
-    assert [row[2:] for row in found.rows] == [["2"], ["2"]]
+    assert [row[2:] for row in summarize_repeats(find([Path("outputs")])).rows] == [["2"], ["2"]]
 
 
 def test_seconds_to_a_target_are_of_one_clock_or_the_report_says_so(train, says):
