@@ -27,7 +27,7 @@ from drivetrain.sweeps import store
 from drivetrain.testing import contract_problems
 from tests.support.command import ROOT, checkpoints, only_run, records, run
 from tests.support.put import put
-from tests.support.to_end import run_to_end
+from tests.support.to_end import continued, run_to_end
 
 HERE = ROOT / "examples/slow_loss"
 GIVEN = ("-cd", str(HERE / "conf"), f"recipe={HERE / 'find.yaml'}", "trust=[anomaly]", "runtime.threads=1")
@@ -165,8 +165,7 @@ def test_an_options_file_is_its_classs_signature(option, my_pkg):
 def test_an_option_trains_saves_and_resumes(option, job):
     first = launcher.launch(job(option, *OPTIONS[option]), quiet=True)
     assert (first.status, first.updates) == ("completed", 2), first.error
-    again = launcher.launch(prepare([f"resume={first.run_dir}", "updates=3"]), quiet=True)
-    assert (again.status, again.updates) == ("completed", 3), again.error
+    continued(first.run_dir, "updates=3", updates=3)
 
 
 def test_sign_sgd_moves_every_weight_by_the_learning_rate(trainer):

@@ -214,9 +214,8 @@ def test_two_ranks_train_and_evaluate_as_one(train, library):
         "updates=5",
         "model.ngrams=2",
     ]
-    one, two = train(*words), train(*words, "parallel=ddp")
-    assert (one.status, two.status, two.world_size) == ("completed", "completed", 2), two.error
-    assert one.updates == two.updates == 5
+    one, two = train(*words, updates=5), train(*words, "parallel=ddp", updates=5)
+    assert two.world_size == 2
     assert two.judged("final")["loss"] == pytest.approx(one.judged("final")["loss"], rel=1e-5)
 
 

@@ -18,7 +18,7 @@ from drivetrain.core.machine.signals import StopFlag
 from drivetrain.core.step.tensors import Tensors
 from drivetrain.engine import evaluator
 from drivetrain.saving import checkpoint_io
-from tests.support.to_end import run_to_end
+from tests.support.to_end import continued, run_to_end
 from tests.support.waiting import LIMIT_S
 
 RUN = ["data=digits", "batch.global_batch=128", "model.dropout=0.2", "updates=9", "epochs=2", "log_every=3", "evaluate_every=2"]
@@ -154,12 +154,11 @@ def test_an_evaluation_that_a_signal_cut_short_is_done_first_when_the_run_goes_o
         stop_here(stops)
 
     monkeypatch.setattr(evaluator, "_stop_here", told)
-    stopped = drivetrain.train(tiny(*EVALUATED, *words))
+    stopped = run_to_end(tiny(*EVALUATED, *words), ends="interrupted")
     assert stopped.error.startswith(f"stopped by a signal before the evaluation of update {stopped.updates}: go on with resume=")
-    assert (stopped.status, len(asked)) == ("interrupted", number)
-    again = drivetrain.train([f"resume={stopped.run_dir}"])
-    assert (again.status, again.metrics) == ("completed", whole.metrics)
-    assert the_end(again.run_dir) == the_end(whole.run_dir)
+    assert len(asked) == number
+    assert continued(stopped.run_dir).metrics == whole.metrics
+    assert the_end(stopped.run_dir) == the_end(whole.run_dir)
 
 
 TELLING = """
@@ -193,6 +192,5 @@ def test_ranks_stop_at_the_same_batch_of_an_evaluation(tiny, tmp_path, strategy)
     (tmp_path / "told").touch()
     stopped = run_to_end(tiny(*words), ends="interrupted")
     assert "before the evaluation of update" in stopped.error
-    again = drivetrain.train([f"resume={stopped.run_dir}"])
-    assert (again.status, again.metrics) == ("completed", whole.metrics), again.error
-    assert the_end(again.run_dir) == the_end(whole.run_dir)
+    assert continued(stopped.run_dir).metrics == whole.metrics
+    assert the_end(stopped.run_dir) == the_end(whole.run_dir)

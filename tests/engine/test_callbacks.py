@@ -128,7 +128,7 @@ def given(*names: str) -> list[str]:
 
 
 def test_a_callback_is_told_of_all_that_happens(train, hooks):
-    assert train(*given("Told"), "updates=null", "epochs=1", "log_every=2").status == "completed"
+    train(*given("Told"), "updates=null", "epochs=1", "log_every=2")
     told = hooks.Told.told
     assert [(name, update) for name, update, _, _ in told] == [
         ("start", 0), ("update", 2), ("update", 4), ("evaluation", 4), ("save", 4), ("completed", 4),
@@ -142,8 +142,6 @@ def test_a_callback_is_told_of_all_that_happens(train, hooks):
 def test_a_class_may_ask_for_every_update_and_the_model(train, hooks):
     plain = train("updates=null", "epochs=1", "log_every=4")
     watched = train(*given("EveryUpdate"), "updates=null", "epochs=1", "log_every=4")
-    for result in (plain, watched):  # a run may fail by what is not its own: a signal, no memory, a full disk
-        assert result.status == "completed", result.error
     updates = [update for name, update, _, has_model in hooks.EveryUpdate.told if name == "update" and has_model]
     assert updates == [1, 2, 3, 4]
     assert plain.metrics == watched.metrics
@@ -169,7 +167,7 @@ def test_a_function_is_handed_the_weights_that_are_evaluated(train, hooks):
         "callbacks=[hooks.keeps_samples]",
         "trust=[hooks]",
     )
-    assert (result.status, len(hooks.kept)) == ("completed", 3)
+    assert len(hooks.kept) == 3
     draws = [drawn for _, given in hooks.kept for drawn, _ in given.values()]
     assert all(torch.equal(draws[0], other) for other in draws)  # of each weights, in each evaluation
     for weights, given in hooks.kept:
@@ -285,7 +283,7 @@ def test_a_plugin_registers_a_callback_by_name(train, hooks, monkeypatch):
 
     entry = EntryPoint("told", "hooks:Told", CALLBACKS)
     monkeypatch.setattr(plugins, "_installed", lambda path: (entry,))
-    assert train("callbacks=[told]").status == "completed"
+    train("callbacks=[told]")
     assert hooks.Told.told
 
 

@@ -104,7 +104,6 @@ SMALL = [*TEXT, "model=gpt", "model.width=32", "model.heads=2", "model.depth=2",
 @pytest.mark.slow
 def test_it_trains_with_what_works_on_models(train, words):
     plain, other = train(*SMALL), train(*SMALL, *words)
-    assert (plain.status, other.status) == ("completed", "completed"), other.error
     close = 1e-5 if words[0].startswith(("checkpointing", "compile")) else 0.05
     assert other.judged("final")["loss"] == pytest.approx(plain.judged("final")["loss"], rel=close)
 
@@ -114,7 +113,6 @@ def test_it_trains_with_what_works_on_models(train, words):
 def test_it_compiles(train, option):
     words = [*SMALL, "batch=bucketed", "batch.pad_to=32", "optimizer=adamw"]
     plain, other = train(*words), train(*words, f"compile={option}")
-    assert other.status == "completed", other.error
     assert other.judged("final")["loss"] == pytest.approx(plain.judged("final")["loss"], rel=1e-3)
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.core.step.microbatch import Request
 from drivetrain.loss.language import MaskedToken, Masking
 from tests.support import later, slow
+from tests.support.to_end import run_to_end
 
 transformers = later.package("transformers")
 pytest.importorskip("tokenizers")
@@ -240,7 +240,6 @@ def test_numbers_of_texts_have_the_loss_of_their_model_and_are_learnt(make, fitt
 
 def test_the_trunk_embeds_images_for_a_contrastive_loss(tiny):
     vit = "{hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 32, patch_size: 4}"
-    result = drivetrain.train(tiny(
+    run_to_end(tiny(
         "task=contrastive", "model=transformers", "model.name=vit", f"model.config={vit}", "updates=3", "augment=[flip_crop]",
     ))  # fmt: skip
-    assert result.status == "completed", result.error

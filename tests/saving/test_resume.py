@@ -103,14 +103,12 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(train, stop_at, name
     go_on = partial(train, *words)
     for step in (3, 5, 7):  # within an epoch, at its end, within the second
         stop_at(step)
-        stopped = go_on()
-        go_on = partial(drivetrain.train, [f"resume={stopped.run_dir}"])
-        assert stopped.status == "interrupted"
+        stopped = go_on(ends="interrupted")
+        go_on = partial(continued, stopped.run_dir)
         assert "resume=" in stopped.error
         assert stopped.epochs == step / 5
     stop_at(None)
-    resumed = go_on()
-    assert (resumed.status, resumed.updates) == ("completed", whole.updates), resumed.error
+    resumed = go_on(updates=whole.updates)
     assert resumed.run_dir == stopped.run_dir
     assert differences(resumed.run_dir, whole.run_dir) == []
     averages = [{file.name: file.read_bytes() for file in r.run_dir.glob("averages/*")} for r in (whole, resumed)]
@@ -124,9 +122,9 @@ def test_the_log_falls_on_the_same_updates_after_a_resume(train, stop_at):
     words = ["data.samples=240", "updates=null", "epochs=1", "log_every=5"]
     whole = train(*words)
     stop_at(7)
-    stopped = train(*words)
+    stopped = train(*words, ends="interrupted")
     stop_at(None)
-    drivetrain.train([f"resume={stopped.run_dir}"])
+    continued(stopped.run_dir)
     a, b = ({r["update"]: r["loss"] for r in records(run.run_dir, "train")} for run in (whole, stopped))
     assert list(a) == [5, 10, 15, 20]
     assert list(b) == [5, 7, 10, 15, 20]  # 7: what was done when it stopped
@@ -171,12 +169,10 @@ def test_a_run_that_is_made_longer_is_the_long_one(train, name):
     ends, words = {**LONGER, **SLOW}[name]
     for package in (package for word, package in NEEDS.items() if any(word in each for each in words)):
         pytest.importorskip(package)
-    whole = train(*words, "epochs=9", "updates=6")
+    whole = train(*words, "epochs=9", "updates=6", updates=6)
     for at in ends if isinstance(ends, tuple) else (ends,):
-        short = train(*words, "epochs=9", f"updates={at}")
-        longer = drivetrain.train([f"resume={short.run_dir}", "updates=6"])
-        assert [r.status for r in (whole, short, longer)] == ["completed"] * 3, longer.error
-        assert (short.updates, longer.updates) == (at, 6)
+        short = train(*words, "epochs=9", f"updates={at}", updates=at)
+        longer = continued(short.run_dir, "updates=6", updates=6)
         one, two = (saved(run.run_dir) for run in (whole, longer))
         kept = (".weights", ".state.optimizer", ".state.precision", ".state.ema")  # how the run went is another story
         assert [key for key in {*one, *two} if key.startswith(kept) and one.get(key) != two.get(key)] == []
@@ -186,8 +182,7 @@ def test_a_run_that_is_made_longer_is_the_long_one(train, name):
 def test_a_finished_run_stays_finished(train):
     run = train()
     before = {p: p.read_bytes() for p in newest(run.run_dir).iterdir()}
-    again = drivetrain.train([f"resume={run.run_dir}"])
-    assert (again.status, again.updates, again.metrics) == ("completed", 2, run.metrics)
+    assert continued(run.run_dir, updates=2).metrics == run.metrics
     assert {p: p.read_bytes() for p in newest(run.run_dir).iterdir()} == before
     assert [r["update"] for r in records(run.run_dir, "train")] == [1, 2]
 

@@ -30,7 +30,7 @@ from drivetrain.saving.content import whole
 from drivetrain.saving.options import Best, Last
 from drivetrain.saving.writer import HostCopy, Writer
 from tests.support.command import records as records_of
-from tests.support.to_end import continued
+from tests.support.to_end import continued, run_to_end
 from tests.support.waiting import LIMIT_S
 
 
@@ -243,8 +243,7 @@ def test_a_run_on_a_full_disk_has_a_result_a_log_and_its_last_checkpoint(disk, t
 
     with monkeypatch.context() as m:
         m.setattr(Writer, "save", saved)
-        ended = drivetrain.train(tiny("updates=6", "saving.every_updates=2", f"output_dir={disk}"))
-    assert ended.status == "failed"
+        ended = run_to_end(tiny("updates=6", "saving.every_updates=2", f"output_dir={disk}"), ends="failed")
     assert "could not be written" in ended.error
     assert "is safe: go on with resume=" in ended.error
     assert Result.read(ended.run_dir).error == ended.error
@@ -358,8 +357,7 @@ def lose(monkeypatch: pytest.MonkeyPatch, how) -> None:
 def test_a_run_whose_directory_was_lost_ends_with_its_result_elsewhere_and_goes_on(tiny, tmp_path, monkeypatch, how):
     with monkeypatch.context() as m:
         lose(m, shutil.rmtree if how == "removed" else lambda run: run.rename(tmp_path / "kept"))
-        ended = drivetrain.train(tiny("updates=6", "saving.every_updates=2"))
-    assert (ended.status, ended.updates) == ("failed", 4)
+        ended = run_to_end(tiny("updates=6", "saving.every_updates=2"), updates=4, ends="failed")
     assert ended.run_dir == tmp_path / "kept" if how == "moved" else ended.run_dir.name.endswith("-rescued")
     said = "was moved to" if how == "moved" else "was removed while the run trained: its state is saved in"
     assert said in ended.error
