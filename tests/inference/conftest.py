@@ -15,6 +15,8 @@ from drivetrain.data.digits import read_table
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """`finished(*words)`: the result of a run with these words."""
 
+    from tests.support.to_end import run_to_end
+
     results: dict[tuple[str, ...], Any] = {}
 
     def trained(*words: str) -> Any:
