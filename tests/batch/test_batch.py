@@ -238,6 +238,11 @@ class Lengths(Source):
         return len(self.lengths)
 
 
+@pytest.fixture
+def source() -> Lengths:
+    return Lengths()
+
+
 def bucketed(source: Lengths, size: int = 1, budget: str = "samples", **settings) -> Bucketed:
     batch = Bucketed(**{"global_batch": 12, **BUDGETS[budget], **settings}).over(shuffled(len(source)))
     batch.measure(source, 0, World(0, size))
@@ -259,8 +264,7 @@ def updates(ranks: list[list[list[Request]]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize(("size", "steps"), [(1, 1), (2, 1), (3, 1), (2, 3)])
-def test_every_sample_once_and_the_same_updates_on_any_ranks(budget, size, steps):
-    source = Lengths()
+def test_every_sample_once_and_the_same_updates_on_any_ranks(budget, size, steps, source):
     one = updates(epoch(bucketed(source, budget=budget), len(source)))
     of_ranks = epoch(bucketed(source, size, budget=budget, accumulation_steps=steps), len(source), size)
     assert updates(of_ranks) == one
@@ -269,8 +273,7 @@ def test_every_sample_once_and_the_same_updates_on_any_ranks(budget, size, steps
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_only_the_last_micro_batch_ends_an_update_and_the_epoch(budget):
-    source = Lengths()
+def test_only_the_last_micro_batch_ends_an_update_and_the_epoch(budget, source):
     for mine in epoch(bucketed(source, 2, budget=budget, accumulation_steps=2), len(source), 2):
         flat = list(itertools.chain(*mine))
         assert [r.epoch_end for r in flat] == [False] * (len(flat) - 1) + [True]
@@ -279,8 +282,7 @@ def test_only_the_last_micro_batch_ends_an_update_and_the_epoch(budget):
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_counts_are_known_beforehand_and_alike_in_every_epoch(budget, drop_last):
-    source = Lengths()
+def test_counts_are_known_beforehand_and_alike_in_every_epoch(budget, drop_last, source):
     batch = bucketed(source, budget=budget)
     before = 0
     for number in range(3):
@@ -294,8 +296,7 @@ def test_counts_are_known_beforehand_and_alike_in_every_epoch(budget, drop_last)
     assert before == 3 * (len(source) - (len(source) % 12 if drop_last and budget == "samples" else 0)) or budget == "tokens"
 
 
-def test_epochs_differ_in_what_an_update_holds_and_in_their_order():
-    source = Lengths()
+def test_epochs_differ_in_what_an_update_holds_and_in_their_order(source):
     first, second = (updates(epoch(bucketed(source), len(source), epoch=e)) for e in (0, 1))
     assert first == updates(epoch(bucketed(source), len(source)))
     assert len({tuple(u) for u in first} & {tuple(u) for u in second}) < len(first) / 4
@@ -396,8 +397,7 @@ def test_a_short_last_batch_is_known_as_one():
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("batch", ["bucketed", "fixed"])
-def test_an_evaluation_has_every_sample_once_by_length(batch, budget):
-    source = Lengths()
+def test_an_evaluation_has_every_sample_once_by_length(batch, budget, source):
     made = bucketed(source, budget=budget) if batch == "bucketed" else Batch(12)
     batches = made.evaluation(source, World())
     order = torch.cat(list(batches))
@@ -406,8 +406,7 @@ def test_an_evaluation_has_every_sample_once_by_length(batch, budget):
     assert min(map(len, batches)) > 0
 
 
-def test_memory_is_claimed_by_the_longest():
-    source = Lengths()
+def test_memory_is_claimed_by_the_longest(source):
     for made in (bucketed(source), bucketed(source, budget="tokens")):
         chosen = made.largest(len(source), made.micro_batch(World()))
         assert source.lengths[chosen].tolist() == source.lengths.sort(descending=True).values[: len(chosen)].tolist()
@@ -422,8 +421,7 @@ def test_ranks_without_a_share_join_in_with_weight_zero():
         assert all(len(r.indices) for mine in u for r in mine)
 
 
-def test_the_batch_grows():
-    source = Lengths()
+def test_the_batch_grows(source):
     batch = bucketed(source, grow_every=1, accumulation_steps=2)
     small, large = (epoch(batch, len(source), epoch=e) for e in (0, 1))
     assert (len(small[0]), len(large[0])) == (45, 23)
@@ -497,8 +495,7 @@ def of_tokens(source: Lengths, size: int = 1, **settings) -> Batch:
 
 @pytest.mark.parametrize(("size", "steps"), [(1, 1), (2, 1), (2, 3)])
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_every_update_has_as_many_tokens_and_every_epoch_as_many_updates(size, steps, drop_last):
-    source = Lengths()
+def test_every_update_has_as_many_tokens_and_every_epoch_as_many_updates(size, steps, drop_last, source):
     total, longest = int(source.lengths.sum()), int(source.lengths.max())
     wanted = total // TOKENS if drop_last else math.ceil(total / TOKENS)
     before = 0
@@ -521,22 +518,19 @@ def test_every_update_has_as_many_tokens_and_every_epoch_as_many_updates(size, s
     assert of_tokens(source).total_updates(len(source), 3, drop_last) == 3 * wanted
 
 
-def test_going_on_at_update_k_gives_what_the_whole_epoch_gives_from_there():
-    source = Lengths()
+def test_going_on_at_update_k_gives_what_the_whole_epoch_gives_from_there(source):
     batch = of_tokens(source, 2, accumulation_steps=2)
     whole, rest = (updates(epoch(batch, len(source), 2, 1, skip=k)) for k in (0, 4))
     assert rest == whole[4:] != []
 
 
-def test_it_grows():
-    source = Lengths()
+def test_it_grows(source):
     batch = of_tokens(source, grow_every=1)
     total = int(source.lengths.sum())
     assert [batch.updates(len(source), e, True) for e in range(3)] == [total // (TOKENS << e) for e in range(3)]
 
 
-def test_an_evaluation_has_as_many_tokens_at_once_as_a_micro_batch():
-    source = Lengths()
+def test_an_evaluation_has_as_many_tokens_at_once_as_a_micro_batch(source):
     batches = of_tokens(source, accumulation_steps=2).evaluation(source, World())
     assert sorted(torch.cat(list(batches)).tolist()) == list(range(len(source)))
     assert max(len(b) * int(source.lengths[b].max()) for b in batches) <= TOKENS // 2

@@ -31,27 +31,25 @@ def _two_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("_two_threads")
-def test_a_forked_process_computes_after_this_one_has():
-    process = ForkedProcess(target=compute)
+def code_of(process):
+    """The exit code of a process that is started here."""
     process.start()
     process.join(LIMIT_S)
     process.kill()
-    assert process.exitcode == 0
+    return process.exitcode
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_a_forked_process_computes_after_this_one_has():
+    assert code_of(ForkedProcess(target=compute)) == 0
 
 
 @pytest.mark.usefixtures("_two_threads")
 def test_a_forked_process_forks():
     def parent() -> None:
-        child = ForkedProcess(target=compute)
-        child.start()
-        child.join(LIMIT_S)
-        os._exit(5 if child.exitcode == 0 else 6)
+        os._exit(5 if code_of(ForkedProcess(target=compute)) == 0 else 6)
 
-    process = ForkedProcess(target=parent)
-    process.start()
-    process.join(LIMIT_S)
-    assert process.exitcode == 5
+    assert code_of(ForkedProcess(target=parent)) == 5
 
 
 def test_a_forked_process_leaves_its_parents_garbage():
@@ -80,10 +78,7 @@ def test_a_forked_process_leaves_its_parents_garbage():
 
     process = ForkedProcess(target=collect)
     Cycle()
-    process.start()
-    process.join(LIMIT_S)
-    process.kill()
-    assert process.exitcode == 5
+    assert code_of(process) == 5
     assert gc.isenabled()
 
 
@@ -137,10 +132,9 @@ def test_a_signal_while_it_forks_ends_each_of_both_in_its_own_way(monkeypatch):
         return popen
 
     monkeypatch.setattr(ForkedProcess, "_Popen", staticmethod(fork))
-    process.start()
-    process.join(LIMIT_S)
+    code = code_of(process)
     signal.signal(signal.SIGTERM, before)
-    assert process.exitcode == -signal.SIGTERM
+    assert code == -signal.SIGTERM
     assert handled == [os.getpid()]
 
 

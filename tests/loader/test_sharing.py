@@ -43,6 +43,10 @@ class Rows:
 
     def __init__(self, path) -> None:
         self.path = path
+        self.opens(path)
+
+    def opens(self, path):
+        """What a kind keeps open."""
 
     def __len__(self) -> int:
         return COUNT
@@ -54,8 +58,7 @@ class Rows:
 class Opened(Rows):
     mode, buffering = "rb", -1
 
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
         self.f = open(path, self.mode, buffering=self.buffering)  # noqa: SIM115
 
     def read(self, index):
@@ -64,8 +67,8 @@ class Opened(Rows):
 
 
 class Lazy(Opened):
-    def __init__(self, path) -> None:
-        self.path, self.f = path, None
+    def opens(self, path):
+        self.f = None
 
     def read(self, index):
         if self.f is None:
@@ -92,8 +95,7 @@ class Writable(Opened):
 
 
 class Tar(Rows):
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
         with tarfile.open(f"{path}.tar", "w") as tar:
             for number, row in enumerate(values()):
                 info = tarfile.TarInfo(str(number))
@@ -108,8 +110,7 @@ class Tar(Rows):
 class Zip(Rows):
     """Python's own zip files hold a lock."""
 
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
         with zipfile.ZipFile(f"{path}.zip", "w") as file:
             for number, row in enumerate(values()):
                 file.writestr(str(number), row.tobytes())
@@ -132,8 +133,8 @@ class Pread(Opened):
 
 
 class Locked(Opened):
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
+        super().opens(path)
         self.guard = {"of the file": threading.Lock()}
 
     def read(self, index):
@@ -142,8 +143,7 @@ class Locked(Opened):
 
 
 class EachThread(Rows):
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
         self.local = threading.local()
 
     def read(self, index):
@@ -154,8 +154,7 @@ class EachThread(Rows):
 
 
 class Mapped(Rows):
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
         self.rows = np.memmap(path, np.float32, "r").reshape(COUNT, WIDTH)
 
     def read(self, index):
@@ -165,8 +164,7 @@ class Mapped(Rows):
 class Scratch(Rows):
     """One array that every sample is written to, and copied from."""
 
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
         self.rows, self.scratch = np.fromfile(path, np.float32).reshape(COUNT, WIDTH), np.zeros(WIDTH, np.float32)
 
     def read(self, index):
@@ -175,8 +173,7 @@ class Scratch(Rows):
 
 
 class Database(Rows):
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
         self.db = sqlite3.connect(f"{path}.db", check_same_thread=type(self) is Database)
         self.db.execute("create table if not exists rows (n integer primary key, x blob)")
         self.db.executemany("insert or ignore into rows values (?, ?)", [(n, row.tobytes()) for n, row in enumerate(values())])
@@ -189,8 +186,8 @@ class Database(Rows):
 class Cursor(Database):
     """One cursor for all threads."""
 
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
+        super().opens(path)
         self.asks = self.db.cursor()
 
     def read(self, index):
@@ -201,8 +198,7 @@ class Cursor(Database):
 class Server(Rows):
     """A database at the other end of a connection."""
 
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
         self.db, self.theirs = socket.socketpair()
 
     def read(self, index):
@@ -213,8 +209,7 @@ class Server(Rows):
 class Guarded(Rows):
     """The same, with a lock."""
 
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
         self.pool = types.SimpleNamespace(lock=threading.Lock())
         self.pool.db, self.pool.theirs = socket.socketpair()
 
@@ -227,8 +222,7 @@ class Guarded(Rows):
 class Program(Rows):
     """Another program that answers; a lock of other things is beside it."""
 
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
         self.parts = {"program": subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)}
         self.counts = types.SimpleNamespace(lock=threading.Lock())
 
@@ -244,8 +238,7 @@ class Program(Rows):
 class Piped(Rows):
     """A pipe's two ends, as those of a program."""
 
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
         ours, theirs = os.pipe()
         self.answers, self.asks = open(ours, "rb"), open(theirs, "wb", buffering=0)  # noqa: SIM115
 
@@ -257,8 +250,7 @@ class Piped(Rows):
 class Proxied(Rows):
     """A pipe of multiprocessing."""
 
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
         self.pool = types.SimpleNamespace(ends=multiprocessing.Pipe())
 
     def read(self, index):
@@ -269,8 +261,7 @@ class Proxied(Rows):
 class Managed(Rows):
     """A value in another process, which multiprocessing's proxy asks by a connection of each thread and process."""
 
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
         self.manager = multiprocessing.Manager()
         self.rows, self.done = self.manager.list([row.tobytes() for row in values()]), multiprocessing.Queue()
 
@@ -279,8 +270,7 @@ class Managed(Rows):
 
 
 class Hdf5(Rows):
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
         h5py = pytest.importorskip("h5py")
         with h5py.File(f"{path}.h5", "w") as file:
             file.create_dataset("x", data=values(), chunks=(3, WIDTH), compression="gzip")
@@ -291,8 +281,7 @@ class Hdf5(Rows):
 
 
 class Lmdb(Rows):
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
         self.env = pytest.importorskip("lmdb").open(f"{path}.lmdb", map_size=1 << 24)
         with self.env.begin(write=True) as transaction:
             for number, row in enumerate(values()):
@@ -304,8 +293,7 @@ class Lmdb(Rows):
 
 
 class Zarr(Rows):
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
         zarr = pytest.importorskip("zarr")
         zarr.save_array(f"{path}.zarr", values())
         self.rows = zarr.open_array(f"{path}.zarr", mode="r")
@@ -401,8 +389,7 @@ def test_without_descriptors_to_open_again_kept_files_are_refused(path, monkeypa
 class Refilled(Rows):
     """Returns the array that it fills."""
 
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
         self.rows, self.buffer = values(), np.zeros(WIDTH, np.float32)
 
     def __getitem__(self, index):
@@ -421,8 +408,8 @@ class RefilledDict(Refilled):
 class Two(Refilled):
     """Two buffers in turn: each other sample is overwritten."""
 
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
+        super().opens(path)
         self.buffers, self.turn = [np.zeros(WIDTH, np.float32) for _ in range(2)], 0
 
     def shown(self, index):
@@ -447,8 +434,8 @@ def test_a_buffer_that_is_filled_again_is_refused(kind, path):
 class Constants(Refilled):
     """Memory that many samples have and none writes: a constant, an empty one, a row of a table of classes."""
 
-    def __init__(self, path) -> None:
-        super().__init__(path)
+    def opens(self, path):
+        super().opens(path)
         self.ones, self.classes, self.reads = torch.ones(3), torch.eye(4), 0
 
     def __getitem__(self, index):

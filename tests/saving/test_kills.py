@@ -221,7 +221,6 @@ def test_a_process_ends_though_its_parent_was_killed_before_it_began(
     """A rank would wait for the launcher's store, a worker for a request. A parent killed while it forks is not there later."""
     fork = multiprocessing.get_context("fork")
     monkeypatch.setattr(forking, "LOOK_S", 0.05)
-    monkeypatch.setattr(forking, "LOOK_S", 0.05)
     reads, writes = fork.Pipe(duplex=False)
 
     def child() -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import zipfile
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -63,19 +64,10 @@ def test_a_link_is_no_checkpoint_and_nothing_is_written_or_removed_through_it(ru
     assert [p.name for p in elsewhere.iterdir()] == ["precious"]
 
 
-SWAPS = {
-    "a FIFO": lambda file: os.mkfifo(file),
-    "a link to /dev/zero": lambda file: file.symlink_to("/dev/zero"),
-    "a link to a file": lambda file: file.symlink_to(__file__),
-    "a folder": lambda file: file.mkdir(),
-    "sparse gigabytes": lambda file: os.truncate(os.open(file, os.O_CREAT | os.O_WRONLY), 2**40),
-}
-
-
 @pytest.mark.parametrize("name", ["manifest.json", "state.pt", "model.safetensors"])
 def test_what_stands_in_place_of_a_file_neither_holds_up_nor_fills_the_memory(run, name):
     file = run / "checkpoints/2" / name
-    for how in SWAPS.values():
+    for how in odd.IN_PLACE.values():
         odd.remove(file)
         how(file)
         assert name in passed_over(run)
@@ -308,12 +300,11 @@ def test_the_order_of_syncs_and_renames(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json", "recipe.yaml", "result.json", "metrics.jsonl"])
 def test_odd_files_of_a_run_are_refused_or_left_out(once, tmp_path, name):
     run = shutil.copytree(once, tmp_path / "copy")
-    for how in ("a FIFO", "a link to /dev/zero", "not UTF-8", "deep"):
+    swaps = [odd.IN_PLACE[how] for how in ("a FIFO", "a link to /dev/zero")]
+    contents = [lambda file, content=content: file.write_bytes(content) for content in (b"\xff\xfe\x00a: \x80", b"[" * 50_000)]
+    for spoil in (*swaps, *contents):
         odd.remove(run / name)
-        if how in SWAPS:
-            SWAPS[how](run / name)
-        else:
-            (run / name).write_bytes({"not UTF-8": b"\xff\xfe\x00a: \x80", "deep": b"[" * 50_000}[how])
+        spoil(run / name)
         with contextlib.suppress(UserError):
             launcher.prepare([f"resume={run}"])
         reader.read(run)
@@ -344,9 +335,10 @@ def test_what_a_run_says_of_its_model_is_good():
         assert manifest.problem(good) is None
 
 
+DEEPER_THAN_ANY = reduce(lambda tree, _: {"items": [tree]}, range(50), {"shape": [3], "dtype": "int64"})
 NO_MODELS = [
     *(("shape", value) for value in (None, 5, "x", [-3], ["a"], {"a": 1}, 1e300, True, [[1]], [10**12])),
-    *(("inputs", value) for value in (5, "x", [3], {"a": 1}, True)),
+    *(("inputs", value) for value in (5, "x", [3], {"a": 1}, True, DEEPER_THAN_ANY)),
     *(("inputs", value) for value in ({"shape": [3], "dtype": "load"}, {"items": {}}, {"keys": []})),
     *(("outputs", value) for value in (None, -1, 0, [], {}, "x", 1e300, True, 10**30)),
     *(("classes", value) for value in (5, [], {}, "xy", [1, 2], ["a"], {"a": 1, "b": 2})),
@@ -367,13 +359,6 @@ def test_a_manifest_that_describes_no_model(run):
         (run / "checkpoints/2/manifest.json").unlink()
         manifest.write(run / "checkpoints/2", 2, about)
         assert f"has a manifest.json with {says}" in passed_over(run), about
-
-
-def test_inputs_deeper_than_any():
-    tree = {"shape": [3], "dtype": "int64"}
-    for _ in range(50):
-        tree = {"items": [tree]}
-    assert "inputs=" in (manifest.problem({**ABOUT, "shape": None, "inputs": tree}) or "")
 
 
 # --- checkpoints in parts: written, read back, and not believed ---
@@ -442,9 +427,11 @@ WRONG = {
 
 
 def test_a_list_of_parts_that_does_not_fit_is_refused(saved):
-    """One that is nested too deep, or no ordinary file, too."""
+    """One that is nested too deep, is no ordinary file, or names parts that are more than the whole, too."""
     file = saved / "pieces.json"
+    twice = 2 * json.loads(file.read_bytes())["model/a"]["pieces"]
     ways = [(lambda key=key, value=value: changed(saved, "model/a", key, value), says) for key, value, says in WRONG.values()]
+    ways += [(lambda: changed(saved, "model/a", "pieces", twice), "do not cover it")]
     ways += [(lambda: file.write_text("[" * 100_000), "nested too deep"), (lambda: file.symlink_to("/dev/zero"), "it is a link")]
     whole = file.read_bytes()
     for change, says in ways:
@@ -543,12 +530,3 @@ def test_a_tensor_of_several_parts_is_written_and_read_in_any_cut(tmp_path):
     assert shapes == {"model/a": ((4, 3), torch.float32)}
     assert torch.equal(sharded_checkpoint.read(tmp_path, shapes, PLAIN)["model/a"], full)
     assert torch.equal(sharded_checkpoint.read(tmp_path, shapes, TwoMatrices(1))["model/a"], full[[1, 3]])
-
-
-def test_parts_that_are_more_than_the_whole_are_refused(saved):
-    file = saved / "pieces.json"
-    content = json.loads(file.read_text())
-    content["model/a"]["pieces"] *= 2
-    file.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="do not cover it"):
-        sharded_checkpoint.read(saved, OF_PARTS, PLAIN)

@@ -388,34 +388,30 @@ def test_the_three_best_and_the_newest_are_kept(make, tmp_path, monkeypatch):
     assert trainer.state()["progress"]["ranked"] == trainer.progress.ranked
 
 
-def test_of_equal_epochs_the_one_of_the_least_loss_is_the_best(make, monkeypatch):
-    losses = iter([0.9, 0.8, 0.2, 0.3])
-    trainer = make(*EPOCHS_OF_FOUR, "saving=best")
-    monkeypatch.setattr(type(trainer.evaluator), "evaluate", lambda self, stops: {"loss": next(losses), "accuracy": 1.0})
+RANKED = {  # what a run selects by, what each epoch's end gives, and the updates from the best to the worst
+    "of equal ones that of the least loss": (
+        ["saving=best"], "accuracy", [{"loss": loss, "accuracy": 1.0} for loss in (0.9, 0.8, 0.2, 0.3)], [12, 16, 8, 4],
+    ),
+    "an average of its own": (
+        ["ema=ema", "select=accuracy"], "ema_accuracy",
+        [{"loss": 1.0, "accuracy": raw, "ema_loss": 1.0, "ema_accuracy": averaged}
+         for raw, averaged in ((0.9, 0.2), (0.8, 0.6), (0.7, 0.7), (0.6, 0.5))], [12, 8, 16, 4],
+    ),
+    "less is better": (
+        ["select=loss"], "loss", [{"loss": loss, "accuracy": 0.0} for loss in (0.5, 0.2, 0.4, 0.9)], [8, 12, 4, 16],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RANKED)
+def test_epochs_are_ranked_by_what_a_run_selects_by(make, monkeypatch, case):
+    words, name, figures, ranked = RANKED[case]
+    left = iter(figures)
+    trainer = make(*EPOCHS_OF_FOUR, *words)
+    monkeypatch.setattr(type(trainer.evaluator), "evaluate", lambda self, stops: next(left))
     trainer.fit()
-    assert (list(trainer.progress.ranked), trainer.progress.best["update"]) == ([12, 16, 8, 4], 12)
-
-
-def test_a_run_that_averages_is_ranked_by_its_average(make, monkeypatch):
-    figures = iter([(0.9, 0.2), (0.8, 0.6), (0.7, 0.7), (0.6, 0.5)])
-
-    def evaluate(self, stops):
-        raw, averaged = next(figures)
-        return {"loss": 1.0, "accuracy": raw, "ema_loss": 1.0, "ema_accuracy": averaged}
-
-    trainer = make(*EPOCHS_OF_FOUR, "ema=ema", "select=accuracy")
-    monkeypatch.setattr(type(trainer.evaluator), "evaluate", evaluate)
-    trainer.fit()
-    assert (trainer.selection.name, trainer.selection.across_runs.name) == ("ema_accuracy", "accuracy")
-    assert list(trainer.progress.ranked) == [12, 8, 16, 4]
-
-
-def test_the_lowest_is_the_best_where_less_is_better(make, monkeypatch):
-    losses = iter([0.5, 0.2, 0.4, 0.9])
-    trainer = make(*EPOCHS_OF_FOUR, "select=loss")
-    monkeypatch.setattr(type(trainer.evaluator), "evaluate", lambda self, stops: {"loss": next(losses), "accuracy": 0.0})
-    trainer.fit()
-    assert list(trainer.progress.ranked) == [8, 12, 4, 16]
+    assert (list(trainer.progress.ranked), trainer.progress.best["update"]) == (ranked, ranked[0])
+    assert (trainer.selection.name, trainer.selection.across_runs.name) == (name, name.removeprefix("ema_"))
 
 
 RUNS_WITH_A_BEST = {

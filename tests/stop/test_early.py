@@ -261,7 +261,7 @@ def test_a_metric_that_stays_without_a_value_has_diverged(train, values):
     )
     assert run.judged("best")["said"] == 0.5
     values[:] = [NAN, NAN, NAN, NAN, NAN, NAN]
-    assert train(*RUN_UNDEFINED).error.startswith(
+    assert train(*RUN_UNDEFINED, ends="diverged").error.startswith(
         "said, which ranks the run's models, had no finite value in the last 3 evaluations"
     )
 
