@@ -138,6 +138,14 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A directory of the user's, which holds the networks of my_nets.py alone."""
+    from tests.support.command import with_own_nets
+
+    return with_own_nets(tmp_path / "here")
+
+
+@pytest.fixture
 def own_handlers() -> Iterator[None]:
     """This program answers the signals that stop a run itself: one that did ends no program after it."""
     before = {number: signal.signal(number, lambda *_: None) for number in signals.STOP_SIGNALS}

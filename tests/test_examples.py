@@ -78,8 +78,7 @@ def test_both_train_through_the_command_and_come_to_the_same(tmp_path):
     found = []
     for loss in ("slow", "mended"):
         words = (f"loss={loss}", "loss.levels=8", "optimizer.lr=0.02", "log_every=1", "epochs=4", f"output_dir={loss}")
-        done = run("train", "-q", *GIVEN, *SHORT, *words, cwd=tmp_path)
-        assert done.code == 0, done
+        run("train", "-q", *GIVEN, *SHORT, *words, cwd=tmp_path, code=0)
         found.append([record["loss"] for record in records(only_run(tmp_path / loss), "train")])
     assert found[0] == pytest.approx(found[1], rel=1e-3)
     assert found[0][-1] < 0.9 * found[0][0]
@@ -88,8 +87,7 @@ def test_both_train_through_the_command_and_come_to_the_same(tmp_path):
 @pytest.mark.slow
 @pytest.mark.own_process  # a forked one has the server's frames, which the doctor takes for the user's own code
 def test_the_doctor_names_the_line(tmp_path):
-    done = run("doctor", *GIVEN, *SHORT, "loss=slow", "prove=false", "profile_s=0.3", "evaluate_every=1000", cwd=tmp_path)
-    assert done.code == 0, done
+    done = run("doctor", *GIVEN, *SHORT, "loss=slow", "prove=false", "profile_s=0.3", "evaluate_every=1000", cwd=tmp_path, code=0)
     verdict, evidence = done.out.split("verdict: ")[1].splitlines()[:2]
     lines = (HERE / "anomaly.py").read_text().splitlines()
     named = int(re.search(r"anomaly\.py:(\d+) in graded", evidence)[1])
@@ -270,8 +268,7 @@ def test_averaging_every_update_is_plain_sgd_on_the_whole_batch(tiny, job, tmp_p
     """The mean of two weights after one step each is the weight after one step along the mean gradient."""
     settings = ["trust=[my_pkg]", "optimizer.momentum=0", "optimizer.nesterov=false", "updates=3"]
     local = tiny(*settings, "parallel=local_sgd", "parallel.every=1", "output_dir=local")
-    done = run("train", "-q", "--config-dir", CONF, *local, cwd=tmp_path)
-    assert done.code == 0, done
+    run("train", "-q", "--config-dir", CONF, *local, cwd=tmp_path, code=0)
     single = launcher.launch(job(*settings), quiet=True)
     weights = [
         safetensors.torch.load_file(checkpoints(run_dir)[-1] / "model.safetensors")

@@ -165,11 +165,15 @@ def test_every_loader_reads_the_same(texts, large):
         assert all(torch.equal(a, b) for one, two in zip(streams[0], other, strict=True) for a, b in zip(one, two, strict=True))
 
 
+@pytest.fixture
+def made(texts):
+    return option(texts, "rows")
+
+
 # --- what can go wrong ---
 
 
-def test_a_file_that_has_changed_is_tokenized_again_which_is_said(texts, large, caplog):
-    made = option(texts, "rows")
+def test_a_file_that_has_changed_is_tokenized_again_which_is_said(texts, large, caplog, made):
     with caplog.at_level(logging.INFO, "drivetrain"):
         before = made.load(CPU)
         assert "rows.jsonl: its 0 MiB are tokenized once, into" in caplog.text
@@ -185,8 +189,7 @@ def test_a_file_that_has_changed_is_tokenized_again_which_is_said(texts, large, 
     assert len(list((texts.parent / "cache").iterdir())) == 4  # the hold-out does not change the tokens of bytes
 
 
-def test_damaged_files_are_named(texts, large):
-    made = option(texts, "rows")
+def test_damaged_files_are_named(texts, large, made):
     made.load(CPU)
     (folder,) = (texts.parent / "cache").iterdir()
     content = bytearray((folder / "texts.data").read_bytes())
@@ -294,8 +297,7 @@ def test_a_cache_of_other_texts_is_refused(texts, large):
         (None, "no index"),
     ],
 )
-def test_an_index_of_another_version_or_form_is_refused(texts, large, change, says):
-    made = option(texts, "rows")
+def test_an_index_of_another_version_or_form_is_refused(texts, large, change, says, made):
     made.load_sets(CPU)
     (index,) = (texts.parent / "cache").glob("*/index.json")
     index.write_text("{" if change is None else json.dumps({**json.loads(index.read_text()), **change}))
@@ -306,8 +308,7 @@ def test_an_index_of_another_version_or_form_is_refused(texts, large, change, sa
 @pytest.mark.parametrize(
     "journal", [{"bytes": "ab"}, {"bytes": [1]}, {"samples": "3"}, {"names": [1]}, {"bytes": [-1, 0]}, "[]", "{"]
 )
-def test_a_journal_of_another_form_is_refused(texts, large, journal, monkeypatch):
-    made = option(texts, "rows")
+def test_a_journal_of_another_form_is_refused(texts, large, journal, monkeypatch, made):
     monkeypatch.setattr(tokens, "write_index", None)
     with pytest.raises(TypeError):
         made.load_sets(CPU)

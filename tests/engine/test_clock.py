@@ -29,6 +29,11 @@ def queue(monkeypatch):
     return queue
 
 
+@pytest.fixture
+def timer():
+    return StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
+
+
 def micro() -> MicroBatch:
     return MicroBatch(ONE, ONE, ONE, True, False)
 
@@ -45,8 +50,7 @@ def test_a_cpu_has_the_hosts_clock():
     assert type(clock_for(torch.device("meta"))) is Clock
 
 
-def test_steps_are_as_long_as_on_the_device(queue):
-    timer = StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
+def test_steps_are_as_long_as_on_the_device(queue, timer):
     steps(timer, queue, 20)
     assert queue.now < 0.1  # the host has queued all of it
     seconds, _ = timer.since_last()
@@ -62,8 +66,7 @@ def test_steps_are_as_long_as_on_the_device(queue):
     assert queue.events < 100, "events are reused"
 
 
-def test_the_warm_up_of_each_stage_is_left_out(queue):
-    timer = StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
+def test_the_warm_up_of_each_stage_is_left_out(queue, timer):
     timer.begin(0, 12)
     steps(timer, queue, 5)
     timer.since_last()
@@ -83,17 +86,15 @@ def test_the_warm_up_of_each_stage_is_left_out(queue):
     assert timer.percentiles() == pytest.approx((1e3 * STEP, 2e3 * STEP))
 
 
-def test_nobody_waits_for_the_device_within_the_steps(queue):
-    timer = StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
+def test_nobody_waits_for_the_device_within_the_steps(queue, timer):
     steps(timer, queue, 900)
     assert queue.now == pytest.approx(900 * LAUNCH)
     assert 0 < len(timer.steps) <= 900 * LAUNCH / STEP, "those that the device has done are read"
 
 
-def test_marks_are_read_while_the_device_is_busy(queue):
+def test_marks_are_read_while_the_device_is_busy(queue, timer):
     """A record then has few to read: an H200 that trained in 0.2 ms a step stood still for 10 ms after 600 of them."""
     queue.depth = 10 * STEP
-    timer = StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
     steps(timer, queue, 3000)
     assert len(timer.steps) > 2980
     assert queue.events < 3 * 20
@@ -102,18 +103,16 @@ def test_marks_are_read_while_the_device_is_busy(queue):
     assert sum(timer.steps) == pytest.approx(3000 * STEP + LAUNCH)
 
 
-def test_a_full_queue_is_not_waiting_for_data(queue):
+def test_a_full_queue_is_not_waiting_for_data(queue, timer):
     """The reader's time passes while the device has work for a second."""
     queue.depth = 1.0
-    timer = StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
     steps(timer, queue, 100, read=0.05)
     seconds, figures = timer.since_last()
     assert seconds == pytest.approx(100 * STEP + 0.05 + LAUNCH)
     assert figures["data_wait"] * seconds == pytest.approx(0.05), "the first micro-batch alone"
 
 
-def test_waiting_for_data_is_when_the_device_has_nothing_to_do(queue):
-    timer = StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
+def test_waiting_for_data_is_when_the_device_has_nothing_to_do(queue, timer):
     steps(timer, queue, 100, read=0.25)
     seconds, figures = timer.since_last()
     assert seconds == pytest.approx(queue.now)
@@ -122,13 +121,12 @@ def test_waiting_for_data_is_when_the_device_has_nothing_to_do(queue):
     assert figures["data_wait"] == pytest.approx(0.15 / 0.25, abs=0.01)
 
 
-def test_copying_to_the_device_is_waiting_for_data(queue):
+def test_copying_to_the_device_is_waiting_for_data(queue, timer):
     def copied():
         for _ in range(50):
             queue.launch(0.3)  # in the step's own stream
             yield micro()
 
-    timer = StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
     timer.resume()
     for _ in timer.waits(copied()):
         queue.launch(STEP)

@@ -31,7 +31,6 @@ from tests.support.command import (
     runs,
     train,
     weights,
-    with_own_nets,
 )
 from tests.support.waiting import until
 
@@ -309,11 +308,10 @@ def test_ranks_agree_on_the_run_that_goes_on(own_launcher: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("place", ["outputs", pytest.param("crank-ranks", marks=pytest.mark.slow)])
-def test_a_rank_that_fails_is_named_once(place: str, tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_named_once(place: str, here: Path) -> None:
     """Exit 1, the rank and its error on one line, the same in result.json, the traceback in log.txt; the other rank ends."""
-    cwd = with_own_nets(tmp_path / "here")
-    done = train(*OWN, "model.target=my_nets.RaisesOnRank1", "parallel=ddp", "epochs=1", f"output_dir={place}", cwd=cwd, code=1)
-    run_dir = only_run(cwd / place)
+    done = train(*OWN, "model.target=my_nets.RaisesOnRank1", "parallel=ddp", "epochs=1", f"output_dir={place}", cwd=here, code=1)
+    run_dir = only_run(here / place)
     left = result(run_dir)
     assert (left["status"], left["world_size"]) == ("failed", 2)
     assert re.match(r"rank 1: my_nets\.py:\d+: raise .*: RuntimeError: this one is unwell", left["error"])
@@ -343,10 +341,9 @@ def test_ranks_begin_when_all_of_this_machine_are_forked() -> None:
     os.close(told)
 
 
-def test_a_rank_that_dies(tmp_path: Path) -> None:
-    cwd = with_own_nets(tmp_path / "here")
-    done = train(*OWN, "model.target=my_nets.KilledOnRank1", "parallel=ddp", "epochs=1", cwd=cwd, code=1)
-    left = result(only_run(cwd / "outputs"))
+def test_a_rank_that_dies(here: Path) -> None:
+    done = train(*OWN, "model.target=my_nets.KilledOnRank1", "parallel=ddp", "epochs=1", cwd=here, code=1)
+    left = result(only_run(here / "outputs"))
     assert left["status"] == "failed"
     assert "rank 1" in left["error"]
     assert "rank 1" in done.err

@@ -27,6 +27,11 @@ def load(model: nn.Module, path: object, skip: tuple[str, ...] = (), shape=SHAPE
     return list(load_into(model, Path(str(path)), skip, shape, classes))
 
 
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "w.pt"
+
+
 def refused(*args, **kwargs) -> str:
     with pytest.raises(UserError) as error:
         load(*args, **kwargs)
@@ -83,8 +88,7 @@ def test_files_that_others_write(tmp_path, kind):
         (b"nothing of torch's", "is not a file of weights alone"),
     ],
 )
-def test_files_without_weights_are_refused(tmp_path, content, says):
-    file = tmp_path / "w.pt"
+def test_files_without_weights_are_refused(content, says, file):
     file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
     assert f"model.weights={file} {says}" in refused(mlp(), file)
     assert "\n" not in refused(mlp(), file)
@@ -115,20 +119,17 @@ def test_what_does_not_fit_is_one_line_with_the_first_ten_names(tmp_path):
     assert same(model.state_dict(), before)  # nothing was loaded
 
 
-def test_another_models_weights_are_refused_without_a_list_to_skip(tmp_path):
-    file = tmp_path / "w.pt"
+def test_another_models_weights_are_refused_without_a_list_to_skip(file):
     torch.save(nn.Sequential(nn.Linear(2, 2)).state_dict(), file)
     assert "no name is in both. The file has 0.weight, 0.bias; the model has layers.0.linear.weight" in refused(mlp(), file)
 
 
-def test_integers_are_no_weights(tmp_path):
-    file = tmp_path / "w.pt"
+def test_integers_are_no_weights(file):
     torch.save({name: t.to(torch.int8) for name, t in mlp().state_dict().items()}, file)
     assert "layers.0.linear.weight: int8 for float32" in refused(mlp(), file)
 
 
-def test_skipped_names_start_anew(tmp_path):
-    file = tmp_path / "w.pt"
+def test_skipped_names_start_anew(file):
     torch.save({**mlp(1).state_dict(), "other.weight": torch.zeros(3)}, file)
     model = mlp(2)
     assert "let them start anew: model.weights_skip=[other.*]" in refused(model, file)
@@ -153,8 +154,7 @@ def test_a_weight_that_two_names_share_may_be_in_a_file_once(tmp_path):
 # --- the head ---
 
 
-def test_the_head_starts_anew_for_another_number_of_classes(tmp_path):
-    file = tmp_path / "w.pt"
+def test_the_head_starts_anew_for_another_number_of_classes(file):
     torch.save(mlp(1, classes=9).state_dict(), file)
     model = mlp(2)
     assert load(model, file)[1:] == ["the head (head.weight, head.bias) starts anew: 9 classes in the file, 4 in the data"]
@@ -175,16 +175,14 @@ class Named(nn.Module):
         return self.last
 
 
-def test_what_the_model_names_as_its_head_is_the_head(tmp_path):
-    file = tmp_path / "w.pt"
+def test_what_the_model_names_as_its_head_is_the_head(file):
     torch.save(Named(9).state_dict(), file)
     message = refused(Named(4), file)
     assert "head.weight: 9×3 for 4×3" in message
     assert "last" not in message
 
 
-def test_a_head_of_timm(tmp_path):
-    file = tmp_path / "w.pt"
+def test_a_head_of_timm(file):
     source = TimmModel("resnet10t").create((3, 32, 32), 9)
     torch.save(source.state_dict(), file)
     model = TimmModel("resnet10t").create((3, 32, 32), 4)
@@ -206,8 +204,7 @@ def by_timm(name: str, weights: dict[str, torch.Tensor], classes: int, **kwargs)
     return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=classes, **kwargs)
 
 
-def test_channels_and_positional_embeddings_are_adapted_as_timm_does(tmp_path):
-    file = tmp_path / "w.pt"
+def test_channels_and_positional_embeddings_are_adapted_as_timm_does(file):
     source = TimmModel("vit_tiny_patch16_224", kwargs=VIT).create((3, 8, 8), 4)
     nn.init.normal_(source.pos_embed)
     torch.save(source.state_dict(), file)
@@ -220,10 +217,9 @@ def test_channels_and_positional_embeddings_are_adapted_as_timm_does(tmp_path):
     assert model.pos_embed.shape != source.pos_embed.shape
 
 
-def test_the_first_convolution_of_any_model_is_adapted(tmp_path):
+def test_the_first_convolution_of_any_model_is_adapted(file):
     from timm.models import adapt_input_conv
 
-    file = tmp_path / "w.pt"
     source, model = ResNet9(width=4).create((3, 8, 8), 4), ResNet9(width=4).create((1, 8, 8), 4)
     torch.save(source.state_dict(), file)
     assert "features.0.0.weight: 3 input channels in the file, 1 in the data" in load(model, file, shape=(1, 8, 8))[1]
@@ -272,8 +268,7 @@ def test_a_sharded_run_and_its_export(train, tmp_path):
     assert same(models[0].state_dict(), models[2].state_dict())
 
 
-def test_a_resumed_run_goes_on_from_its_checkpoint_and_needs_the_file_no_more(train, tmp_path):
-    file = tmp_path / "w.pt"
+def test_a_resumed_run_goes_on_from_its_checkpoint_and_needs_the_file_no_more(train, file):
     torch.save(Mlp().create((3, 8, 8), 4).state_dict(), file)
     first = train(f"model.weights={file}", "saving=last", "updates=2")
     straight = train(f"model.weights={file}", "saving=last", "updates=3")

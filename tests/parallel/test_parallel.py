@@ -103,7 +103,6 @@ def test_gradients_meet_once_an_update_not_once_a_micro_batch(make, one_rank, st
     trainer.fit()
     assert sum(micros) == 4 * steps
     assert meetings == [0, 1, 2, 3]
-    trainer.parallel.shutdown()
 
 
 def test_ddp_is_told_its_settings(make, one_rank):
@@ -112,7 +111,6 @@ def test_ddp_is_told_its_settings(make, one_rank):
     assert trainer.step.inner.forward.find_unused_parameters
     assert trainer.step.inner.forward.gradient_as_bucket_view
     assert trainer.step.inner.forward.module is trainer.model  # evaluated and saved under its own names
-    trainer.parallel.shutdown()
 
 
 def test_buckets_are_reduced_during_a_compiled_backward(make, one_rank, each_update, monkeypatch):
@@ -127,7 +125,6 @@ def test_buckets_are_reduced_during_a_compiled_backward(make, one_rank, each_upd
     updates = each_update(trainer, lambda: [order.copy(), order.clear()][0])
     trainer.fit()
     assert 1 <= updates[-1].index("bucket") < updates[-1].count("gradient")
-    trainer.parallel.shutdown()
 
 
 @pytest.mark.parametrize(("word", "shared"), [([], False), (["parallel.forward_sync_buffers=true"], True)], ids=["own", "shared"])
@@ -137,15 +134,13 @@ def test_buffers_are_sent_before_each_forward_only_if_asked(make, one_rank, monk
     monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "_sync_buffers", lambda self: sent.append(1))
     trainer.fit()
     assert bool(sent) == shared
-    trainer.parallel.shutdown()
 
 
 def test_states_are_saved_as_often_as_asked_for_on_ranks_too(fitted, one_rank, tmp_path):
     """All ranks count alike, so that they save at these updates without asking one another."""
-    trainer = fitted("parallel=ddp", "saving.every_updates=3", "saving.keep=50", "data.samples=480", "updates=13")
+    fitted("parallel=ddp", "saving.every_updates=3", "saving.keep=50", "data.samples=480", "updates=13")
     saved = sorted(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == [3, 6, 9, 12, 13]
-    trainer.parallel.shutdown()
 
 
 def test_ddp_on_one_device_trains(train):

@@ -83,8 +83,7 @@ WORDS = (
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that set something in most groups, and took its output_dir from the environment."""
     place = tmp_path_factory.mktemp("done")
-    ended = train(*WORDS, cwd=place, env={"RUNS_PLACE": str(place / SECRET)})
-    assert ended.code == 0, ended
+    train(*WORDS, cwd=place, env={"RUNS_PLACE": str(place / SECRET)}, code=0)
     return only_run(place / SECRET)
 
 
@@ -134,8 +133,7 @@ def test_metrics(done: Path) -> None:
 def test_recipe_replays_the_run(done: Path, tmp_path: Path) -> None:
     """The run's own recipe.yaml, elsewhere: the same config and, bit for bit, the same training."""
     assert run("recipe", "check", str(done / "recipe.yaml"), cwd=tmp_path).code == 0
-    ended = train(f"recipe={done / 'recipe.yaml'}", "output_dir=again", cwd=tmp_path)
-    assert ended.code == 0, ended
+    train(f"recipe={done / 'recipe.yaml'}", "output_dir=again", cwd=tmp_path, code=0)
     again = only_run(tmp_path / "again")
     assert result(again)["config_hash"] == result(done)["config_hash"]
     assert result(again)["metrics"] == result(done)["metrics"]
@@ -157,8 +155,7 @@ def test_config_is_whole_and_unresolved(done: Path, tmp_path: Path) -> None:
     config = yaml.safe_load((done / "config.yaml").read_text())
     assert config["output_dir"] == "${oc.env:RUNS_PLACE}"
     assert (config["epochs"], config["optimizer"]["momentum"], config["clip"]["max_norm"]) == (2, 0.9, 1.0)
-    shown = run("train", "--cfg", "job", *WORDS, cwd=tmp_path, env={"RUNS_PLACE": "elsewhere"})
-    assert shown.code == 0, shown
+    shown = run("train", "--cfg", "job", *WORDS, cwd=tmp_path, env={"RUNS_PLACE": "elsewhere"}, code=0)
     assert shown.out.strip() == (done / "config.yaml").read_text().strip()
 
 
@@ -265,12 +262,11 @@ def test_code_that_exits(tmp_path: Path) -> None:
     assert left["status"] == "failed"
 
 
-def test_an_evaluation_that_is_not_finite(tmp_path: Path) -> None:
+def test_an_evaluation_that_is_not_finite(here: Path) -> None:
     """Whatever it is called, the files stay JSON."""
-    cwd = with_own_nets(tmp_path / "here")
-    ended = train(*OWN, "model.target=my_nets.NanInEvaluation", "epochs=1", cwd=cwd)
+    ended = train(*OWN, "model.target=my_nets.NanInEvaluation", "epochs=1", cwd=here)
     assert "Traceback" not in ended.err
-    run_dir = only_run(cwd / "outputs")
+    run_dir = only_run(here / "outputs")
     assert strict_json((run_dir / "result.json").read_text())["updates"] == 8
     assert [strict_json(line)["update"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()][-1] == 8
 
@@ -297,11 +293,9 @@ def test_four_at_the_same_moment(tmp_path: Path) -> None:
 def test_a_run_with_awkward_paths(tmp_path: Path) -> None:
     """Spaces, commas, quotes, braces and letters beyond ASCII in the place of the runs; resuming finds it."""
     place = empty(tmp_path / "my runs, v=1 {a} [b] (c) ü")
-    ended = train(*TINY, "updates=2", f"output_dir='{place}'", cwd=tmp_path)
-    assert ended.code == 0, ended
+    train(*TINY, "updates=2", f"output_dir='{place}'", cwd=tmp_path, code=0)
     run_dir = only_run(place)
-    ended = train(f"resume={run_dir}", "updates=3", cwd=tmp_path)
-    assert ended.code == 0, ended
+    train(f"resume={run_dir}", "updates=3", cwd=tmp_path, code=0)
     assert result(run_dir)["updates"] == 3
 
 

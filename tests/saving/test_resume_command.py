@@ -80,8 +80,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def run_of(variant: str) -> Path:
         place = with_own_nets(tmp_path_factory.mktemp("whole") / "here")
-        ended = train(*BASE, *ARMS[variant][0], cwd=place)
-        assert ended.code == 0, ended
+        train(*BASE, *ARMS[variant][0], cwd=place, code=0)
         return only_run(place / "outputs")
 
     return run_of
@@ -97,11 +96,10 @@ def assert_same_end(resumed: Path, unbroken: Path) -> None:
 
 
 @pytest.mark.parametrize(("variant", "by"), MATRIX)
-def test_stopped_in_mid_epoch_and_resumed(variant: str, by: signal.Signals, whole: Callable[[str], Path], tmp_path: Path) -> None:
+def test_stopped_in_mid_epoch_and_resumed(variant: str, by: signal.Signals, whole: Callable[[str], Path], here: Path) -> None:
     words, micro_batches, ranks = ARMS[variant]
-    place = with_own_nets(tmp_path / "here")
-    ended = stop(place, by, str((STOP_AT - 1) * micro_batches + 1), *BASE, *words, ranks=ranks)
-    run_dir = only_run(place / "outputs")
+    ended = stop(here, by, str((STOP_AT - 1) * micro_batches + 1), *BASE, *words, ranks=ranks)
+    run_dir = only_run(here / "outputs")
     newest = checkpoints(run_dir)[-1]
     assert int(newest.name) % PER_EPOCH, "stopped in the middle of an epoch"
     assert int(newest.name) < 3 * PER_EPOCH
@@ -110,11 +108,10 @@ def test_stopped_in_mid_epoch_and_resumed(variant: str, by: signal.Signals, whol
         assert not (run_dir / "result.json").exists()
     else:
         assert ended.code == 75, ended
-        assert f"resume={run_dir.relative_to(place)}" in ended.err
+        assert f"resume={run_dir.relative_to(here)}" in ended.err
         left = result(run_dir)
         assert (left["status"], left["updates"]) == ("interrupted", int(newest.name))
-    ended = train(f"resume={run_dir}", cwd=place)
-    assert ended.code == 0, ended
+    ended = train(f"resume={run_dir}", cwd=here, code=0)
     assert f"resuming from {newest}" in ended.err
     assert_same_end(run_dir, whole(variant))
 
@@ -150,22 +147,20 @@ def test_a_stage_with_samples_of_its_own_is_no_change(update: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("by", "ranks"), [(USR1, 1), (USR1, 2), (INT, 1)])
-def test_other_signals_stop_alike(by: signal.Signals, ranks: int, tmp_path: Path) -> None:
+def test_other_signals_stop_alike(by: signal.Signals, ranks: int, here: Path) -> None:
     """Slurm's warning and Ctrl-C: the update is finished, the state saved, exit 75; alone and on two ranks."""
-    place = with_own_nets(tmp_path / "here")
-    ended = stop(place, by, "5", *BASE, f"parallel={'ddp' if ranks > 1 else 'single'}", ranks=ranks)
-    run_dir = only_run(place / "outputs")
+    ended = stop(here, by, "5", *BASE, f"parallel={'ddp' if ranks > 1 else 'single'}", ranks=ranks)
+    run_dir = only_run(here / "outputs")
     assert ended.code == 75, ended
     assert result(run_dir)["status"] == "interrupted"
     assert checkpoints(run_dir)
     assert "Traceback" not in ended.err
 
 
-def test_stopped_with_nothing_saved(tmp_path: Path) -> None:
+def test_stopped_with_nothing_saved(here: Path) -> None:
     """saving=none: it says that nothing was kept, and does not claim to be resumable."""
-    place = with_own_nets(tmp_path / "here")
-    ended = stop(place, TERM, "5", *BASE[:-1], "saving=none")
-    run_dir = only_run(place / "outputs")
+    ended = stop(here, TERM, "5", *BASE[:-1], "saving=none")
+    run_dir = only_run(here / "outputs")
     assert ended.code == 1, ended
     assert "saving=none kept nothing" in ended.err
     assert "resume=" not in ended.err
@@ -175,15 +170,13 @@ def test_stopped_with_nothing_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by", [TERM, USR1])
-def test_stopped_before_the_first_update(by: signal.Signals, tmp_path: Path) -> None:
+def test_stopped_before_the_first_update(by: signal.Signals, here: Path) -> None:
     """While the model is built, or the data read, a signal is an interruption, too; the run's result says so."""
-    place = with_own_nets(tmp_path / "here")
-    ended = stop(place, by, "build", *BASE)
-    run_dir = only_run(place / "outputs")
+    ended = stop(here, by, "build", *BASE)
+    run_dir = only_run(here / "outputs")
     assert ended.code in (1, 75), ended
     assert result(run_dir)["status"] == "interrupted"
-    ended = train(f"resume={run_dir}", cwd=place)
-    assert ended.code == 0, ended
+    ended = train(f"resume={run_dir}", cwd=here, code=0)
     assert result(run_dir)["updates"] == 3 * PER_EPOCH
 
 
@@ -196,8 +189,7 @@ SMALL = (*TINY, "data.validation=null", "optimizer=sgd", "scheduler=constant", "
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of two epochs, with a checkpoint at each one's end."""
     place = tmp_path_factory.mktemp("small")
-    ended = train(*SMALL, cwd=place)
-    assert ended.code == 0, ended
+    train(*SMALL, cwd=place, code=0)
     return only_run(place / "outputs")
 
 
@@ -241,8 +233,7 @@ def test_resume_auto(small: Path, tmp_path: Path) -> None:
     age(copy(small, tmp_path, "completed"), 1)
     with holding(held):
         for expected in (newer, older, None):
-            ended = train(*SMALL, "resume=auto", cwd=tmp_path)
-            assert ended.code == 0, ended
+            ended = train(*SMALL, "resume=auto", cwd=tmp_path, code=0)
             if expected is not None:
                 assert f"resuming from outputs/{expected.relative_to(tmp_path / 'outputs')}/checkpoints/11" in ended.err
                 assert_same_end(expected, small)
@@ -252,8 +243,7 @@ def test_resume_auto(small: Path, tmp_path: Path) -> None:
 
 
 def test_resume_auto_without_any_run(tmp_path: Path) -> None:
-    ended = train(*TINY, "updates=1", "resume=auto", "output_dir=not/yet/there", cwd=tmp_path)
-    assert ended.code == 0, ended
+    train(*TINY, "updates=1", "resume=auto", "output_dir=not/yet/there", cwd=tmp_path, code=0)
     assert result(only_run(tmp_path / "not"))["updates"] == 1
 
 
@@ -261,30 +251,24 @@ def everything(run_dir: Path) -> dict[str, bytes]:
     return {str(p.relative_to(run_dir)): p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
 
 
-def test_two_processes_in_one_run(tmp_path: Path) -> None:
+def test_two_processes_in_one_run(here: Path) -> None:
     """The second is refused and changes nothing; the first goes on."""
-    place = with_own_nets(tmp_path / "here")
-    with at_the_gate(place, "15", *BASE) as (process, go):
-        run_dir = only_run(place / "outputs")
+    with at_the_gate(here, "15", *BASE) as (process, go):
+        run_dir = only_run(here / "outputs")
         before = everything(run_dir)
-        second = train(f"resume={run_dir}", cwd=place)
-        assert second.code == 2, second
+        second = train(f"resume={run_dir}", cwd=here, code=2)
         assert "in use by another process" in second.err
         assert everything(run_dir) == before
         go.touch()
-        first = finish(process)
-    assert first.code == 0, first
+        finish(process, 0)
     assert [u for u, *_ in losses(run_dir)] == list(range(1, 3 * PER_EPOCH + 1))
 
 
-def test_a_value_of_the_environment_is_asked_for_again(tmp_path: Path) -> None:
+def test_a_value_of_the_environment_is_asked_for_again(here: Path) -> None:
     """`${oc.env:…}` on the command line: a run that used it can be gone on with."""
-    place = with_own_nets(tmp_path / "here")
     words = (*OWN, "model.target=my_nets.Noted", "model.kwargs.note=${oc.env:NOTE}")
-    ended = train(*words, "epochs=1", cwd=place, env={"NOTE": "sesame-open-4711"})
-    assert ended.code == 0, ended
-    run_dir = only_run(place / "outputs")
+    train(*words, "epochs=1", cwd=here, env={"NOTE": "sesame-open-4711"}, code=0)
+    run_dir = only_run(here / "outputs")
     assert not [name for name, raw in everything(run_dir).items() if b"sesame-open-4711" in raw]
-    ended = train(f"resume={run_dir}", "epochs=2", cwd=place, env={"NOTE": "sesame-open-4711"})
-    assert ended.code == 0, ended
+    train(f"resume={run_dir}", "epochs=2", cwd=here, env={"NOTE": "sesame-open-4711"}, code=0)
     assert result(run_dir)["updates"] == 2 * 8  # digits, of which a fifth is held out

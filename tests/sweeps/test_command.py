@@ -167,16 +167,15 @@ def test_a_range_and_a_job_that_is_gone_on_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_the_sweep_and_keeps_what_there_is(number: int, tmp_path: Path) -> None:
+def test_a_signal_ends_the_sweep_and_keeps_what_there_is(number: int, here: Path) -> None:
     """The running job saves, no further one starts; exit 75."""
-    cwd = with_own_nets(tmp_path / "here")
     words = (*OWN, "model.target=my_nets.Gated", "epochs=20000", "optimizer.lr=0.01,0.02,0.03")
-    with at_the_gate(cwd, "5", "-m", *words) as (process, go):
+    with at_the_gate(here, "5", "-m", *words) as (process, go):
         process.send_signal(number)
         go.touch()
         done = finish(process)
     assert done.code == 75, done
-    (sweep,) = (cwd / "outputs" / "multirun").glob("*/*")
+    (sweep,) = (here / "outputs" / "multirun").glob("*/*")
     assert [p.name for p in sweep.iterdir() if p.is_dir()] == ["0"]
     stopped = result(sweep / "0")  # where the signal reached it, which the sweep passes on in its own time
     assert stopped["status"] == "interrupted"
@@ -200,18 +199,17 @@ def told(sweep: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
+def test_a_killed_sweep_goes_on_with_what_is_left(here: Path) -> None:
     """SIGKILL to all of it in the second of three jobs: the first is kept, the second resumes, the third begins."""
-    cwd = with_own_nets(tmp_path / "here")
     words = ("optimizer=sgd,adamw", "model.target=my_nets.Net,my_nets.Gated")  # the gate is in jobs 1 and 3
-    with at_the_gate(cwd, "14", *GATED, *words) as (_, go):
+    with at_the_gate(here, "14", *GATED, *words) as (_, go):
         pass  # it is killed
-    sweep = the_sweep(cwd)
+    sweep = the_sweep(here)
     assert sorted(p.name for p in sweep.iterdir() if p.is_dir()) == ["0", "1"]
     assert not (sweep / "1" / "result.json").exists()
     before = (sweep / "0" / "result.json").stat().st_mtime_ns
     go.touch()
-    done = train("-m", f"resume={sweep}", cwd=cwd, env={"GATE": str(go.parent)}, code=0)
+    done = train("-m", f"resume={sweep}", cwd=here, env={"GATE": str(go.parent)}, code=0)
     assert "1 of 4 jobs are done already" in done.out
     assert f"resuming from {sweep / '1' / 'checkpoints' / '8'}" in done.err
     assert (sweep / "0" / "result.json").stat().st_mtime_ns == before
@@ -228,25 +226,24 @@ def test_a_killed_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_several_at_a_time_and_the_signal_that_stops_them(tmp_path: Path) -> None:
+def test_several_at_a_time_and_the_signal_that_stops_them(here: Path) -> None:
     """Both jobs are at the gate at once; SIGTERM saves both; resume=auto goes on; the third has never begun."""
-    cwd = with_own_nets(tmp_path / "here")
     joblib = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    with at_the_gate(cwd, "5", *GATED, "runtime.seed=0,1,2", *joblib, ranks=2) as (process, go):
+    with at_the_gate(here, "5", *GATED, "runtime.seed=0,1,2", *joblib, ranks=2) as (process, go):
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
         go.touch()
         done = finish(process)
-    sweep = the_sweep(cwd)
+    sweep = the_sweep(here)
     assert done.code == 75, done
     assert [(result(sweep / n)["status"], result(sweep / n)["updates"]) for n in "01"] == [("interrupted", 5)] * 2
     assert not (sweep / "2").exists()
-    assert f"resume by drivetrain train -m resume=outputs/{sweep.relative_to(cwd / 'outputs')}" in done.err
+    assert f"resume by drivetrain train -m resume=outputs/{sweep.relative_to(here / 'outputs')}" in done.err
     assert told(sweep)["finished"] is False
     words = ("runtime.seed=0,1,2", "resume=auto", "hydra/launcher=joblib", "hydra.launcher.n_jobs=3")
-    done = train(*GATED, *words, cwd=cwd, env={"GATE": str(go.parent)}, code=0)
-    assert the_sweep(cwd) == sweep
-    for run_dir in jobs(cwd / "outputs"):
+    done = train(*GATED, *words, cwd=here, env={"GATE": str(go.parent)}, code=0)
+    assert the_sweep(here) == sweep
+    for run_dir in jobs(here / "outputs"):
         assert_whole(run_dir, 16)
     assert "5" in [c.name for c in checkpoints(sweep / "0")]
     assert "resuming from" in (sweep / "0" / "output.txt").read_text()
@@ -267,24 +264,23 @@ def test_submitit_on_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_search_to_its_best_trial(tmp_path: Path) -> None:
+def test_a_search_to_its_best_trial(here: Path) -> None:
     """One of the values diverges: its trials are told so, and are no end."""
-    cwd = with_own_nets(tmp_path / "here")
     words = ("model.target=my_nets.Net,my_nets.Diverges", "optimizer.lr=tag(log,interval(1e-3,1e-1))", "updates=5")
     optuna = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=5", "hydra.sweeper.seed=1", "hydra.sweeper.sampler=random")
-    done = train("-m", *OWN, *words, *optuna, cwd=cwd, code=0)
-    left = jobs(cwd / "outputs")
+    done = train("-m", *OWN, *words, *optuna, cwd=here, code=0)
+    left = jobs(here / "outputs")
     statuses = [result(d)["status"] for d in left]
     assert set(statuses) == {"completed", "diverged"}, "the seed draws both"
     assert len(statuses) == 5
-    summary = told(the_sweep(cwd))
+    summary = told(the_sweep(here))
     best = max((j for j in summary["jobs"] if j["objective"] is not None), key=lambda j: j["objective"])
     assert summary["best"] == best["job"]
     assert f"best: job {best['job']}, validation accuracy" in done.out
     assert f"/{best['job']}/recipe.yaml" in done.out
     assert "Diverges" not in re.findall(r"^  drivetrain train (.*)$", done.out, re.M)[0]
-    done = train("-m", f"resume={the_sweep(cwd)}", "hydra.sweeper.n_trials=6", cwd=cwd, code=0)
-    assert [result(d)["status"] for d in jobs(cwd / "outputs")][:5] == statuses
+    done = train("-m", f"resume={the_sweep(here)}", "hydra.sweeper.n_trials=6", cwd=here, code=0)
+    assert [result(d)["status"] for d in jobs(here / "outputs")][:5] == statuses
     assert len(table(done)) == 6
 
 
@@ -292,15 +288,14 @@ def test_a_search_to_its_best_trial(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_job_outlives_a_sweep_that_is_killed(tmp_path: Path) -> None:
+def test_no_job_outlives_a_sweep_that_is_killed(here: Path) -> None:
     """SIGKILL to the sweep alone: its job saves and ends, and until then the folder is in use."""
-    cwd = with_own_nets(tmp_path / "here")
     endless = [word.replace("epochs=2", "epochs=20000") for word in GATED]  # it ends by the signal alone, whenever that comes
-    with at_the_gate(cwd, "5", *endless, "runtime.seed=0,1") as (process, go):
+    with at_the_gate(here, "5", *endless, "runtime.seed=0,1") as (process, go):
         process.kill()
         process.wait()
-        sweep = the_sweep(cwd)
-        refused = train("-m", f"resume={sweep}", cwd=cwd, env={"GATE": str(go.parent)})
+        sweep = the_sweep(here)
+        refused = train("-m", f"resume={sweep}", cwd=here, env={"GATE": str(go.parent)})
         go.touch()
         until(lambda: (sweep / "0" / "result.json").exists())
     assert refused.code == 2, refused
