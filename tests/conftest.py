@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits by sp
 from drivetrain.core.machine import signals
 from drivetrain.core.machine.isolation import isolated
 from tests.support import composed, fork_server, leftovers
+from tests.support.put import put
 from tests.support.refusals import problems_of
 
 sys.dont_write_bytecode = False
@@ -180,6 +181,17 @@ def import_from(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], No
     yield place
     for name in known:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def own_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str], Path]:
+    """`own_module(name, text)`: write a module of the user's, which can be imported in this test alone."""
+
+    def write(name: str, text: str) -> Path:
+        monkeypatch.syspath_prepend(tmp_path)
+        return put(tmp_path / f"{name}.py", text)
+
+    return write
 
 
 @pytest.fixture

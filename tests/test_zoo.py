@@ -40,8 +40,7 @@ def test_a_check_tells_what_is_left_to_the_command_line(capsys: pytest.CaptureFi
 
 
 def test_a_missing_path_hides_no_other_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text("defaults:\n  - override /data: cifar10\noptimizer:\n  lr: -1\n")
+    recipe = put(tmp_path / "r.yaml", "defaults:\n  - override /data: cifar10\noptimizer:\n  lr: -1\n")
     assert main(["recipe", "check", str(recipe)]) != DONE
     assert "optimizer.lr=-1" in capsys.readouterr().err
 
@@ -146,8 +145,7 @@ def test_the_page_says_on_which_machine_a_claim_was_verified() -> None:
 
 
 def test_a_claim_takes_the_place_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "r.yaml"
-    file.write_text("description: a recipe\nclaim:\n  old: 1\n  older: 2\nepochs: 3\n")
+    file = put(tmp_path / "r.yaml", "description: a recipe\nclaim:\n  old: 1\n  older: 2\nepochs: 3\n")
     monkeypatch.setattr(zoo.lookup, "load", lambda _: (file, b""))
     quality = Quality("accuracy", "validation", 0.9, 1)
     zoo.write_claim("r", Claim(device=DeviceSection("cpu", "a CPU"), versions={"torch": "2.15.0"}, quality=quality))

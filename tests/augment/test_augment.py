@@ -94,16 +94,16 @@ def test_tiny_images_are_augmented_or_refused(name, floats):
     assert refused == {"flip_crop": len(SIZES), "flip_crop.pad=1": 5}.get(name, 0), "it can be used where it is not refused"
 
 
-def test_a_shape_that_only_loading_tells_is_judged_then(make, problems, tmp_path, monkeypatch):
-    (tmp_path / "tiny_own.py").write_text(
+def test_a_shape_that_only_loading_tells_is_judged_then(make, problems, own_module):
+    own_module(
+        "tiny_own",
         "import torch\n"
         "class Pictures(torch.utils.data.Dataset):\n"
         "    classes = ('a', 'b')\n"
         "    def __init__(self, split): pass\n"
         "    def __len__(self): return 24\n"
-        "    def __getitem__(self, index): return torch.rand(1, 4, 4), index % 2\n"
+        "    def __getitem__(self, index): return torch.rand(1, 4, 4), index % 2\n",
     )
-    monkeypatch.syspath_prepend(tmp_path)
     own = ["data=own", "data.target=tiny_own.Pictures", "trust=[tiny_own]"]
     with pytest.raises(UserError, match=r"augment\.flip_crop\.pad=4 .* not \[1, 4, 4\]: set it to at most 3"):
         make(*own, "augment=[flip_crop]")

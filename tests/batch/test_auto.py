@@ -51,10 +51,9 @@ TINY = ["data=synthetic", "data.shape=[8]", "data.samples=96", "optimizer=sgd", 
 
 
 @pytest.fixture
-def net(tmp_path, monkeypatch):
+def net(own_module):
     """The words of a model of the given class."""
-    (tmp_path / "batch_nets.py").write_text(NETS)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    own_module("batch_nets", NETS)
     yield lambda name: ["model=own", f"model.target=batch_nets.{name}", "trust=[batch_nets]"]
     sys.modules.pop("batch_nets", None)
 

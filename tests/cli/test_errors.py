@@ -226,8 +226,7 @@ def test_refusals(tmp_path: Path) -> None:
     given, commands, wanted = empty(tmp_path / "given"), list[tuple[Path, tuple[str, ...]]](), list[tuple[str, tuple[str, ...]]]()
 
     def of_file(case: str, names: tuple[str, ...], content: bytes, *words: str) -> None:
-        file = given / f"{len(commands)}.yaml"
-        file.write_bytes(content)
+        file = put(given / f"{len(commands)}.yaml", content)
         refused(case, tuple(name.replace("@", str(file)) for name in names), *(word.replace("FILE", str(file)) for word in words))
 
     def refused(case: str, names: tuple[str, ...], *words: str) -> None:

@@ -207,8 +207,7 @@ def test_it_trains(outside: Outside, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_recipe_may_choose_it(outside: Outside, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An installed package's without further ado; that of a folder needs the operator's trust."""
-    recipe = tmp_path / "shared.yaml"
-    recipe.write_text("defaults:\n  - override /optimizer: mine\noptimizer:\n  lr: 0.25\n")
+    recipe = put(tmp_path / "shared.yaml", "defaults:\n  - override /optimizer: mine\noptimizer:\n  lr: 0.25\n")
     assert prepare([f"recipe={recipe}", *outside.trust], outside.config_dirs).run.optimizer.lr == 0.25
     assert main(["recipe", "check", str(recipe), *outside.arguments]) == (2 if outside.trust else 0)
     said = capsys.readouterr()
@@ -219,16 +218,14 @@ def test_a_recipe_may_choose_it(outside: Outside, tmp_path: Path, capsys: pytest
 
 
 def test_a_recipe_with_an_option_that_is_not_installed(tmp_path: Path) -> None:
-    recipe = tmp_path / "shared.yaml"
-    recipe.write_text("epochs: 1\ndefaults:\n  - override /optimizer: mine\n")
+    recipe = put(tmp_path / "shared.yaml", "epochs: 1\ndefaults:\n  - override /optimizer: mine\n")
     (problem,) = problems_of(prepare, [f"recipe={recipe}"])
     assert problem.startswith(f"{recipe}:3: optimizer=mine is no option of optimizer")
     assert "an option of a plugin needs its package installed" in problem
 
 
 def test_the_contract_finds_what_is_wrong(installed: Path) -> None:
-    file = installed / "made_up" / "conf" / "clip" / "mine.yaml"
-    file.write_text("_target_: made_up.options.Clip\nmax_norm: 2.0\n")
+    put(installed / "made_up" / "conf" / "clip" / "mine.yaml", "_target_: made_up.options.Clip\nmax_norm: 2.0\n")
     found = contract_problems("clip", "mine")
     assert len(found) == 3
     for text in ("first comment", "norm_type is missing, which is an argument of Clip", "max_norm is 2.0, but the default"):
@@ -384,8 +381,7 @@ def test_only_what_is_installed_is_a_plugin(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_trust_reaches_the_plugins_own_package_only(installed: Path) -> None:
-    file = installed / "made_up" / "conf" / "clip" / "mine.yaml"
-    file.write_text("# not its own\n_target_: posix.system\n")
+    put(installed / "made_up" / "conf" / "clip" / "mine.yaml", "# not its own\n_target_: posix.system\n")
     with pytest.raises(UserError, match=r"clip\._target_=posix.system is code that drivetrain does not ship"):
         prepare(["clip=mine"])
 

@@ -75,9 +75,8 @@ RUN = ["data=own", "data.target=their_marks.Marks", "trust=[their_marks]", "epoc
 
 
 @pytest.fixture
-def their_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "their_marks.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def their_marks(own_module) -> None:
+    own_module("their_marks", OWN)
 
 
 @pytest.fixture

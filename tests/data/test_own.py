@@ -111,9 +111,8 @@ NO_CLASS = 3
 
 
 @pytest.fixture(autouse=True)
-def theirs(tmp_path, monkeypatch):
-    (tmp_path / "theirs_data.py").write_text(THEIRS)
-    monkeypatch.syspath_prepend(tmp_path)
+def theirs(own_module):
+    own_module("theirs_data", THEIRS)
 
 
 def own(name, **settings):
@@ -480,11 +479,11 @@ def test_looking_at_samples_draws_no_random_numbers(monkeypatch):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_stream_of_samples_is_refused_with_what_to_do(tmp_path, monkeypatch):
-    (tmp_path / "streams_of_mine.py").write_text(
-        "import torch\nclass Stream(torch.utils.data.IterableDataset):\n    def __iter__(self):\n        return iter(())\n"
+def test_a_stream_of_samples_is_refused_with_what_to_do(own_module):
+    own_module(
+        "streams_of_mine",
+        "import torch\nclass Stream(torch.utils.data.IterableDataset):\n    def __iter__(self):\n        return iter(())\n",
     )
-    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=r"an IterableDataset has not.* resumes at any of them.*list\(your_dataset\)"):
         OwnDataset(target="streams_of_mine.Stream", train={}, test={}).load(CPU)
 

@@ -263,9 +263,8 @@ def passages_of(source) -> list[str]:
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": t, "animal": "cat" if "cat" in t else "dog"}) + "\n" for t in TEXTS))
-    return path
+    lines = (json.dumps({"text": t, "animal": "cat" if "cat" in t else "dog"}) for t in TEXTS)
+    return put(tmp_path / "texts.jsonl", "\n".join(lines) + "\n")
 
 
 def test_bytes_of_texts_are_predicted_from_those_before(texts):
@@ -288,8 +287,7 @@ def test_byte_pairs_are_trained_once_and_kept_with_the_run(texts):
     assert len(tokens) < len(TEXTS[3])
     assert tokenizer.tokenizer.decode(tokens.tolist()) == TEXTS[3]
     assert splits.token_bytes[tokens.long()].sum() == len(TEXTS[3])
-    file = texts.parent / "tokenizer.json"
-    file.write_text(splits.files["tokenizer.json"])
+    file = put(texts.parent / "tokenizer.json", splits.files["tokenizer.json"])
     loaded = Jsonl(path=str(texts), tokenizer="file", tokenizer_file=str(file), length=64, holdout=0.2).load(CPU)
     assert torch.equal(loaded.train.documents.tokens, splits.train.documents.tokens)
 

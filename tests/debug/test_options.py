@@ -196,10 +196,9 @@ class Cut(Net):
 
 
 @pytest.fixture
-def planted(tmp_path, monkeypatch):
+def planted(monkeypatch, own_module):
     """`planted(middle)`: the words of a model with that fault."""
-    (tmp_path / "planted_faults.py").write_text(PLANTED)
-    monkeypatch.syspath_prepend(tmp_path)
+    own_module("planted_faults", PLANTED)
     monkeypatch.delitem(sys.modules, "planted_faults", raising=False)
 
     def words(middle: str = "right", cls: str = "Net") -> list[str]:

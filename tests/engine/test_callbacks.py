@@ -112,10 +112,9 @@ class WantsTheModel(drivetrain.Callback):
 
 
 @pytest.fixture
-def hooks(tmp_path, monkeypatch):
+def hooks(own_module):
     """The package `hooks` of the user's."""
-    (tmp_path / "hooks.py").write_text(HOOKS)
-    monkeypatch.syspath_prepend(tmp_path)
+    own_module("hooks", HOOKS)
     sys.modules.pop("hooks", None)
     import hooks
 

@@ -21,6 +21,7 @@ from drivetrain.run import reader
 from drivetrain.run.result import interval
 from tests.support import made_pages
 from tests.support.command import ROOT
+from tests.support.put import put
 
 PAGE = ROOT / "docs" / "export.md"
 RESNET = ("model=resnet9", "model.width=4", "updates=2", "scheduler=constant", "surgery=[channels_last]")
@@ -103,8 +104,7 @@ def test_weights_say_what_they_need(digits, tmp_path):
 @pytest.mark.parametrize("kind", ["safetensors", "torchscript"])
 def test_a_file_has_the_schema_of_its_tables(kind, finished, tmp_path):
     """So that whoever uses it reads each column as training did."""
-    table = tmp_path / "t.csv"
-    table.write_text("a,b,y\n" + "".join(f"{n:03d},{n} %,{n % 2}\n" for n in range(40)))
+    table = put(tmp_path / "t.csv", "a,b,y\n" + "".join(f"{n:03d},{n} %,{n % 2}\n" for n in range(40)))
     data = ("data=tabular", f"data.path={table}", f"data.test={table}", "data.target=y")
     run = finished(*data, "model=mlp", "model.hidden=[4]", "epochs=1").run_dir
     path = tmp_path / f"model{export.SUFFIX[kind]}"
@@ -227,8 +227,7 @@ def test_a_card_of_a_run(tiny, capsys):
 
 
 def test_the_card_of_a_table_names_its_file_and_its_columns(tiny, tmp_path):
-    table = tmp_path / "houses.csv"
-    table.write_text("\n".join(["area,rooms,price", *(f"{n},{n % 3},{2 * n}" for n in range(60))]) + "\n")
+    table = put(tmp_path / "houses.csv", "\n".join(["area,rooms,price", *(f"{n},{n % 3},{2 * n}" for n in range(60))]) + "\n")
     words = ["task=regression", "data=tabular", f"data.path={table}", "data.target=price", "model=mlp", "loss=mse", "epochs=1"]
     assert main.main(["train", *tiny(*words), "-q"]) == 0
     (run_dir,) = (path.parent for path in Path("outputs").glob("*/*/result.json"))

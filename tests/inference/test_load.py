@@ -23,6 +23,7 @@ from drivetrain.data.tabular import Tabular
 from drivetrain.engine.summary import KeptFiles, NoSamples
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
+from tests.support.put import put
 from tests.support.to_end import continued
 
 
@@ -78,7 +79,7 @@ def test_notebooks(digits, images):
     assert "&lt;b&gt;" in Result(error="<b>")._repr_html_()
 
 
-def test_runs(tmp_path, train, monkeypatch):
+def test_runs(train, monkeypatch):
     """A row for each run, the oldest first, with the settings in which they differ."""
     train("output_dir=out", "optimizer.lr=0.1")
     train("output_dir=out", "optimizer.lr=0.2", "model.hidden=[4]")
@@ -235,8 +236,7 @@ def test_a_tokenizer_has_no_more_tokens_than_the_model(written: dict[str, Any]) 
 
 def test_the_operators_own_tokenizer_may_have_any_part(written: dict[str, Any], tmp_path: Path) -> None:
     """It may where the run keeps the same; and an error of the library, panics among them, is one line."""
-    file = tmp_path / "own.json"
-    file.write_text(json.dumps({**written, "normalizer": {"type": "Lowercase"}}))
+    file = put(tmp_path / "own.json", json.dumps({**written, "normalizer": {"type": "Lowercase"}}))
     text = tokenizer.BytePairs.loaded(file).to_json()
     with pytest.raises(ValueError, match=r"its normalizer is none that drivetrain trains: give the file .* data.tokenizer_file"):
         tokenizer.from_json(text)
@@ -251,8 +251,7 @@ def test_the_operators_own_tokenizer_may_have_any_part(written: dict[str, Any], 
 
 def test_a_changed_file_is_not_taken(finished: Callable[..., Any], tmp_path: Path) -> None:
     """One digit in the run's table would change its predictions. A resumed run writes it anew."""
-    table = tmp_path / "t.csv"
-    table.write_text("a,b,y\n" + "".join(f"{n},{n * n},{n % 2}\n" for n in range(40)))
+    table = put(tmp_path / "t.csv", "a,b,y\n" + "".join(f"{n},{n * n},{n % 2}\n" for n in range(40)))
     words = ("task=classification", "data=tabular", f"data.path={table}", "data.target=y", "model=mlp", "model.hidden=[4]")
     run = shutil.copytree(finished(*words, "epochs=1").run_dir, tmp_path / "run")
     (checkpoint,) = manifest.checkpoints(run)
@@ -275,8 +274,7 @@ GPT = (
 @pytest.fixture
 def of_texts(finished: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path:
     """A copy of a run on texts, and its own checkpoints' manifests to be changed."""
-    texts = tmp_path_factory.getbasetemp() / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    texts = put(tmp_path_factory.getbasetemp() / "texts.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     return shutil.copytree(finished(*GPT, f"data.path={texts}").run_dir, tmp_path / "run")
 
 

@@ -363,8 +363,7 @@ def test_rows_that_do_not_fit_a_table(finished, tmp_path, asked, capsys):
 def test_texts_by_the_runs_own_tokenizer(label, finished, tmp_path, asked):
     pytest.importorskip("tokenizers")
     texts = [f"the {'cat' if n % 2 else 'dog'} number {n} sat on the mat" for n in range(40)]
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text, "animal": text[4:7]}) + "\n" for text in texts))
+    path = put(tmp_path / "texts.jsonl", "".join(json.dumps({"text": text, "animal": text[4:7]}) + "\n" for text in texts))
     task = "text_classification" if label else "language_modelling"
     data = (f"data.path={path}", f"data.test={path}", f"data.label={label or 'null'}", "data.length=12")
     bpe = ("data.tokenizer=bpe", "data.vocabulary=300")

@@ -214,8 +214,7 @@ def test_how_a_rank_ended_is_said():
 
 
 def test_what_stood_there_is_gone_but_for_what_ranks_printed(tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("kept")
+    secret = put(tmp_path / "secret", "kept")
     folder = tmp_path / "run" / "ranks"
     (folder / "drivetrain_x" / "attempt_0" / "1").mkdir(parents=True)
     (folder / "drivetrain_x" / "attempt_0" / "1" / "stdout.log").symlink_to(secret)

@@ -100,9 +100,8 @@ number = 3
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-    (tmp_path / "my_metrics.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
+def own(own_module):
+    own_module("my_metrics", OWN)
     return lambda target, *more: ["metrics=[own]", f"metrics.own.target=my_metrics.{target}", "trust=[my_metrics]", *more]
 
 

@@ -121,14 +121,13 @@ CASES = [(kind, variant, updates) for kind in MODELS for variant in ARMS for upd
 
 
 @pytest.mark.parametrize(("kind", "variant", "updates"), slow.but(in_short, CASES, lambda case: " ".join(map(str, case))))
-def test_each_update_has_the_loss_of_their_trainer(kind, variant, updates, make, monkeypatch, tmp_path):
+def test_each_update_has_the_loss_of_their_trainer(kind, variant, updates, make, monkeypatch, tmp_path, own_module):
     name, sizes = MODELS[kind]
     cls = getattr(transformers, name)
     torch.manual_seed(0)
     cls(cls.config_class(**sizes)).save_pretrained(tmp_path / "model")
     classes = 40 if kind in LANGUAGE else 3
-    (tmp_path / "samples.py").write_text(SAMPLES.format(kind=kind, count=updates * BATCH, classes=classes))
-    monkeypatch.syspath_prepend(tmp_path)
+    own_module("samples", SAMPLES.format(kind=kind, count=updates * BATCH, classes=classes))
     monkeypatch.delitem(__import__("sys").modules, "samples", raising=False)
     (tmp_path / "run").mkdir()
     trainer = make(
@@ -167,7 +166,7 @@ def test_each_update_has_the_loss_of_their_trainer(kind, variant, updates, make,
         lambda case: " ".join(map(str, case)),
     ),
 )
-def test_answers_alone_are_learnt_as_their_trainer_learns_them(variant, updates, make, monkeypatch, tmp_path):
+def test_answers_alone_are_learnt_as_their_trainer_learns_them(variant, updates, make, tmp_path):
     """The mean over the answers' tokens of an update, also where micro-batches have unlike many, and where rows are shared."""
     from tests.data.test_instructions import MARKS, folder_of
 

@@ -226,9 +226,8 @@ class Texts(torch.utils.data.Dataset):
 """
 
 
-def test_numbers_of_texts_have_the_loss_of_their_model_and_are_learnt(make, fitted, monkeypatch, tmp_path):
-    (tmp_path / "numbers_of.py").write_text(NUMBERS)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_numbers_of_texts_have_the_loss_of_their_model_and_are_learnt(make, fitted, own_module):
+    own_module("numbers_of", NUMBERS)
     data = ["data=own", "data.target=numbers_of.Texts", "trust=[numbers_of]", "data.targets=values", "loss=mse"]
     trainer = make(*BERT, *data, "model.config.vocab_size=20", *FAST, "updates=60", "epochs=60", "batch.global_batch=16")
     assert type(trainer.model).__name__ == "BertForSequenceClassification"

@@ -37,9 +37,8 @@ class Fixed(torch.nn.Linear):
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-    (tmp_path / "theirs.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
+def own(own_module):
+    own_module("theirs", OWN)
     return ["model=own", "trust=[theirs]"]
 
 

@@ -123,10 +123,9 @@ TOGETHER = [  # of the normal suite: one of each; the others are slow
 
 
 @pytest.mark.parametrize(("case", "technique"), slow.but(lambda each: each[1] == "parallel=tensor", TOGETHER, " ".join))
-def test_two_ranks_and_compiled_blocks_are_as_one_plain_process(case, technique, train, monkeypatch, tmp_path):
+def test_two_ranks_and_compiled_blocks_are_as_one_plain_process(case, technique, train, own_module):
     """A model of the user's that holds one of transformers has its plan and its blocks too."""
-    (tmp_path / "held.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
+    own_module("held", OWN)
     ranks = ["parallel.nproc=2"] if technique.startswith("parallel") else []
     words = CASES[case] if case != "own" else ["model=own", "model.target=held.Net", "trust=[held]", *LANGUAGE]
     if case == "bert":  # each rank draws its own dropout
@@ -218,8 +217,9 @@ def test_attention_is_chosen_and_a_cache_is_not_kept_in_training(attention, make
     assert (config._attn_implementation, config.use_cache) == (attention, False)
 
 
-def test_what_only_transformers_forward_takes_comes_in_a_dict(make, monkeypatch, tmp_path):
-    (tmp_path / "pairs.py").write_text(
+def test_what_only_transformers_forward_takes_comes_in_a_dict(make, own_module):
+    own_module(
+        "pairs",
         "import torch\n"
         "class Pairs(torch.utils.data.Dataset):\n"
         "    classes = ('a', 'b')\n"
@@ -228,9 +228,8 @@ def test_what_only_transformers_forward_takes_comes_in_a_dict(make, monkeypatch,
         "    def __getitem__(self, i):\n"
         "        n = 3 + i % 4\n"
         "        ids = torch.arange(n) % 7\n"
-        "        return {'input_ids': ids, 'token_type_ids': ids % 2}, i % 2\n"
+        "        return {'input_ids': ids, 'token_type_ids': ids % 2}, i % 2\n",
     )
-    monkeypatch.syspath_prepend(tmp_path)
     words = ["data=own", "data.target=pairs.Pairs", "trust=[pairs]", "model.config.vocab_size=7"]
     trainer = make(*BERT, *words)
     assert set(next(iter(trainer.read())).x) == {"input_ids", "token_type_ids", "attention_mask"}

@@ -377,8 +377,9 @@ def test_ranks_round_alike_and_runs_of_another_seed_do_not(make):
     assert not torch.equal(make(*words, "runtime.seed=1").precision._generator.get_state(), ranks[0])
 
 
-def test_tied_weights_stay_tied(tiny, tmp_path, monkeypatch, fitted):
-    (tmp_path / "tied.py").write_text(
+def test_tied_weights_stay_tied(tiny, fitted, own_module):
+    own_module(
+        "tied",
         "import torch\n"
         "class Net(torch.nn.Module):\n"
         "    def __init__(self, shape, classes):\n"
@@ -387,9 +388,8 @@ def test_tied_weights_stay_tied(tiny, tmp_path, monkeypatch, fitted):
         "        self.b.weight = self.a.weight\n"
         "        self.head = torch.nn.Linear(192, classes)\n"
         "    def forward(self, x):\n"
-        "        return self.head(self.b(self.a(x.flatten(1)).relu()))\n"
+        "        return self.head(self.b(self.a(x.flatten(1)).relu()))\n",
     )
-    monkeypatch.syspath_prepend(tmp_path)
     trainer = fitted("precision=bf16_pure", "model=own", "model.target=tied.Net", "trust=[tied]")
     assert trainer.model.a.weight is trainer.model.b.weight
     assert len(trainer.precision._masters) == 5

@@ -161,8 +161,7 @@ def _warm() -> None:
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_recipe_is_refused_before_it_has_an_effect(case: str, tmp_path: Path) -> None:
     text, line, named = HOSTILE[case]
-    file = tmp_path / "hostile.yaml"
-    file.write_text(text)
+    file = put(tmp_path / "hostile.yaml", text)
     with limited(), watched(file, tmp_path / "recipes") as effects, pytest.raises(UserError) as refused:
         check(file)
     found = [problem for problem in refused.value.problems if problem.startswith(f"{file}:{line}: ")]
@@ -186,8 +185,7 @@ OWN = {
 def test_own_code_is_the_operators_even_where_a_recipe_chooses_it(case: str, tmp_path: Path) -> None:
     """A recipe that says `own` does nothing by itself; the name of the code, and the word that trusts it, are the operator's."""
     group = OWN[case].partition(":")[0]
-    file = tmp_path / "own.yaml"
-    file.write_text(f"defaults:\n  - override /{OWN[case]}\n")
+    file = put(tmp_path / "own.yaml", f"defaults:\n  - override /{OWN[case]}\n")
     with limited(), watched(file, tmp_path / "recipes") as effects:
         with pytest.raises(UserError, match=f"own.yaml:2: a recipe cannot choose '{group}=own'"):
             prepare([f"recipe={file}"])
@@ -214,8 +212,7 @@ def test_the_watch_sees_effects(tmp_path: Path) -> None:
 
 
 def test_the_command_answers_with_one_line_and_exit_code_2(tmp_path: Path, refused: Callable[..., str]) -> None:
-    file = tmp_path / "hostile.yaml"
-    file.write_text(HOSTILE["timm: a file from the net"][0])
+    file = put(tmp_path / "hostile.yaml", HOSTILE["timm: a file from the net"][0])
     for words in (("recipe", "check", file), ("train", f"recipe={file}")):
         (line,) = refused(*words).splitlines()
         assert line.startswith(f"error: {file}:6: a recipe cannot set ")
@@ -236,8 +233,7 @@ GOOD = {
 
 @pytest.mark.parametrize("case", GOOD)
 def test_what_a_recipe_may_say_of_these_is_not_refused(case: str, tmp_path: Path) -> None:
-    file = tmp_path / "good.yaml"
-    file.write_text(GOOD[case])
+    file = put(tmp_path / "good.yaml", GOOD[case])
     problems: list[str] = []
     try:
         check(file)
@@ -267,8 +263,7 @@ def test_the_command_line_may_give_any_value_and_a_run_keeps_it_out_of_its_recip
 
 def test_a_runs_own_recipe_is_held_to_the_same(tmp_path: Path) -> None:
     """Whoever sends a run's folder has written its recipe.yaml too."""
-    file = tmp_path / "recipe.yaml"
-    file.write_text(timm("kwargs:\n  checkpoint_path: x"))
+    file = put(tmp_path / "recipe.yaml", timm("kwargs:\n  checkpoint_path: x"))
     with pytest.raises(UserError, match="checkpoint_path"):
         checked(compose([], base=recipes.read(file)), own=True)
 
@@ -503,8 +498,7 @@ def test_json_of_very_many_lists_is_not_read(tmp_path: Path, monkeypatch: pytest
 
 def test_a_log_of_empty_lines_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MOST_SPOILT", 100)
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"update": 1}\n' + b"\n" * 1000 + b'{"update": 2}\n')
+    path = put(tmp_path / "metrics.jsonl", b'{"update": 1}\n' + b"\n" * 1000 + b'{"update": 2}\n')
     assert records.read(path).records == [{"update": 1}]
 
 

@@ -2,7 +2,6 @@
 
 import json
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -229,10 +228,9 @@ RUN_UNDEFINED = [
 
 
 @pytest.fixture
-def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def values(own_module):
     """The figures of the next evaluations: a list to fill."""
-    (tmp_path / "their_metric.py").write_text(METRIC)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    own_module("their_metric", METRIC)
     import their_metric  # type: ignore[import-not-found]
 
     their_metric.values.clear()

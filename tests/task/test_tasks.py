@@ -160,11 +160,10 @@ def test_a_mask_moves_with_its_image():
     assert torch.equal(x[:, 0].long(), y)
 
 
-def test_the_page_trains_what_is_all_of_your_own(tmp_path, monkeypatch):
+def test_the_page_trains_what_is_all_of_your_own(own_module):
     """The code and the command of docs/tasks.md as they stand, with fewer epochs."""
     page = (ROOT / "docs" / "tasks.md").read_text()
-    (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", page, re.S)[1])
-    monkeypatch.syspath_prepend(tmp_path)
+    own_module("mine", re.search(r"```python\n(.*?)```", page, re.S)[1])
     import mine
 
     trunk = {name: value for name, value in mine.Net(10).state_dict().items() if name.startswith("trunk")}

@@ -117,7 +117,7 @@ def test_a_variant_that_was_killed_between_two_blocks_is_said(tmp_path):
         variant.timed_block()
 
 
-def test_the_margin_counts_the_largest_variant_so_far_or_its_own(monkeypatch):
+def test_the_margin_counts_the_largest_variant_so_far_or_its_own():
     live = [interleave.DeviceMemory(20, 60), interleave.DeviceMemory(30, 35)]
     assert not interleave.fits(None, live)
     assert interleave.fits(25, live)
@@ -224,7 +224,7 @@ def test_a_block_and_its_steps_are_those_of_a_synchronised_clock(queue, monkeypa
     assert block.data_wait_s == pytest.approx(0.0)
 
 
-def test_all_ranks_stand_still_before_rank_0_reports(monkeypatch):
+def test_all_ranks_stand_still_before_rank_0_reports():
     """On the host, each after its last collective, and after the same update."""
     ours, theirs = multiprocessing.Pipe()
     shared = BenchmarkAgent(theirs, 3)
@@ -465,10 +465,9 @@ class Cached(torch.utils.data.Dataset):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("updates", "worth"), [(2, False), (4000, True)])
-def test_a_planted_start_counts_by_the_runs_length(command, tiny, tmp_path, monkeypatch, updates, worth):
+def test_a_planted_start_counts_by_the_runs_length(command, tiny, updates, worth, own_module):
     """A set that reads its samples ahead: half a second at the start, and updates that are many times as fast."""
-    (tmp_path / "cached_set.py").write_text(CACHED)
-    monkeypatch.syspath_prepend(tmp_path)
+    own_module("cached_set", CACHED)
     words = ["data=own", "data.target=cached_set.Cached", "trust=[cached_set]", "data.kwargs.cached=false,true"]
     lengths = [f"updates={updates}", "epochs=100000", "rounds=7", "block_s=0.1"]
     done, found = command("compare", *tiny(*words, *lengths))

@@ -399,10 +399,9 @@ def claim_of(group: str, name: str, words: list[str]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "name"), [pytest.param(*choice, id="=".join(choice)) for choice in CHOICES])
-def test_a_claim_holds(group: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+def test_a_claim_holds(group: str, name: str, command: Any, own_module: Callable[..., Path]) -> None:
     """Exact: bit for bit, or but for the order of sums. Close: within the rounding of its precision."""
-    (tmp_path / "own_norms.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
+    own_module("own_norms", OWN)
     beside = BESIDE.get((group, name), BESIDE.get(group, (MLP, [])))
     base, own = beside
     words = [*base, f"{group}=[{name}]" if group in LISTS else f"{group}={name}", *own]
