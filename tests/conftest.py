@@ -75,6 +75,11 @@ class Sink(list[dict[str, Any]]):
     def log(self, record: dict[str, Any]) -> None:
         self.append(record)
 
+    @property
+    def losses(self) -> list[float]:
+        """The losses of the training's records."""
+        return [record["loss"] for record in self if record["event"] == "train"]
+
 
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:

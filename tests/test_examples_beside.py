@@ -200,6 +200,6 @@ def test_preferences_train_as_trls(example: Callable[[str], Trainer], tmp_path: 
         policy, copy.deepcopy(policy), args=config, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
     )
     theirs.train()
-    ours = [record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"][:20]
+    ours = trainer.log.writers[0].losses[:20]
     assert ours == pytest.approx(losses, abs=1e-5)
     assert len({*losses}) == 20

@@ -77,7 +77,7 @@ def test_out_of_memory_doubles_the_steps_and_repeats_the_update(fitted, net, cap
         kwargs = ", ".join(f"{key}: {value}" for key, value in given.items())
         own = [*TINY, *net("Net"), f"model.kwargs={{{kwargs}}}", "updates=6", "saving=none"]
         trainer = fitted(*own, *words, "batch.global_batch=32")
-        ends.append((trainer.model.state_dict(), [r["loss"] for r in trainer.log.writers[0] if r["event"] == "train"]))
+        ends.append((trainer.model.state_dict(), trainer.log.writers[0].losses))
         assert any("out of memory" in line for line in caplog.messages) == (given is cut)
     (whole, losses), (split, of_cut) = ends
     for name, weight in whole.items():
@@ -201,11 +201,9 @@ def test_growth_multiplies_updates_not_micro_batches():
 
 
 def test_preallocation_changes_nothing_but_memory(fitted):
-    ends = []
-    for claims in ("false", "true"):
-        trainer = fitted("model=resnet9", "model.width=4", f"batch.preallocate={claims}")
-        ends.append(trainer.model.state_dict())
-    assert all(torch.equal(ends[1][name], weight) for name, weight in ends[0].items())
+    words = ["model=resnet9", "model.width=4"]
+    plain, claimed = (fitted(*words, f"batch.preallocate={claims}").model.state_dict() for claims in ("false", "true"))
+    assert all(torch.equal(claimed[name], weight) for name, weight in plain.items())
 
 
 def test_the_settings_of_what_a_trial_goes_without_go_too():

@@ -126,7 +126,7 @@ def test_accumulation_equals_one_big_batch(float64, make, tail):
     updates = 8 + 2 * bool(tail)
     assert whole.progress.updates == parts.progress.updates == updates
     assert forwards == {"whole": updates, "parts": 24 + 2 * math.ceil(tail / 4)}
-    losses = [[r["loss"] for r in t.log.writers[0] if r["event"] == "train"] for t in (whole, parts)]
+    losses = [t.log.writers[0].losses for t in (whole, parts)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
     for begun, a, b in zip(start, whole.model.parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-11, atol=1e-14)
@@ -554,15 +554,11 @@ def language(tmp_path):
     return LANGUAGE
 
 
-def test_accumulated_it_is_the_update_of_the_whole_and_the_run_goes_on_where_it_stopped(float64, make, language):
+def test_accumulated_it_is_the_update_of_the_whole_and_the_run_goes_on_where_it_stopped(float64, fitted, language):
     """The mean over all tokens of the update: of one forward, or of three of unlike lengths."""
-    whole, parts = make(*language), make(*language, "batch=accumulate", "batch.accumulation_steps=3")
-    losses = []
-    for trainer in (whole, parts):
-        trainer.fit()
-        losses.append([r["loss"] for r in trainer.log.writers[0] if r["event"] == "train"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
-    assert len(losses[0]) == 4
+    whole, parts = fitted(*language), fitted(*language, "batch=accumulate", "batch.accumulation_steps=3")
+    assert whole.log.writers[0].losses == pytest.approx(parts.log.writers[0].losses, rel=1e-10)
+    assert len(whole.log.writers[0].losses) == 4
 
 
 def test_more_tokens_than_there_are_is_refused(make, language):

@@ -136,10 +136,9 @@ VIT += ["+model.kwargs.patch_size=8", "+model.kwargs.depth=2", "+model.kwargs.em
 def test_a_recorded_step_recomputes_what_the_policy_does_not_keep(fitted, recorded, policy):
     """With dropout everywhere: what is recomputed draws nothing again, so that all weights are those without, bit for bit."""
     words = [*VIT, "+model.kwargs.proj_drop_rate=0.2", "+model.kwargs.attn_drop_rate=0.2", "updates=3", "compile=step"]
-    ends = []
-    for option in (["none"], ["blocks"], ["selective", "checkpointing.min_depth=1", f"checkpointing.policy={policy}"]):
-        trainer = fitted(*words, *(f"checkpointing={o}" if "." not in o else o for o in option))
-        ends.append(trainer.model.state_dict())
+    selecting = ["selective", "checkpointing.min_depth=1", f"checkpointing.policy={policy}"]
+    options = [[f"checkpointing={option}", *more] for option, *more in (["none"], ["blocks"], selecting)]
+    ends = [fitted(*words, *option).model.state_dict() for option in options]
     none, blocks, selective = (Counter(str(node.target) for node in graph.graph.nodes) for graph in recorded)
     kept = {"products": none["aten.addmm.default"], "attention": blocks["aten.addmm.default"]}
     if policy == "half":

@@ -259,7 +259,7 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones(folder, atte
     grads, losses, shapes = [], [], []
     for more in ([], ["data.packing=true"], ["data.packing=true", "batch=accumulate", "batch.accumulation_steps=3"]):
         trainer = fitted(*words(folder, f"model.attention={attention}", "batch.global_batch=15", "clip=none", "updates=3", *more))
-        losses.append([record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"])
+        losses.append(trainer.log.writers[0].losses)
         grads.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
         _, y = trainer.train_data.source.fetch(torch.arange(15))
         shapes.append(tuple(y.shape))
@@ -299,11 +299,8 @@ def test_texts_to_continue_are_packed_too(tmp_path, fitted):
     )
     common = ["model=transformers", f"model.name={folder}", "model.pretrained=true", "data=jsonl", "data.path=texts.jsonl",
               "data.length=100", "data.validation=null", "loss=next_token", "batch.global_batch=12", "updates=2"]  # fmt: skip
-    losses = []
-    for more in ([], ["data.packing=true"]):
-        trainer = fitted(*common, *more)
-        losses.append([record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    padded, packed = fitted(*common), fitted(*common, "data.packing=true")
+    assert padded.log.writers[0].losses == pytest.approx(packed.log.writers[0].losses, rel=1e-6)
 
 
 def test_a_model_that_lets_texts_of_a_row_see_each_other_is_refused(tmp_path, make, monkeypatch):

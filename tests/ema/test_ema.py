@@ -231,11 +231,8 @@ def test_it_does_not_change_the_training(make, words):
     "loader", ["threads", *(pytest.param(name, marks=pytest.mark.slow) for name in ("workers", "resident", "device"))]
 )
 def test_an_estimate_reads_beside_the_training_with_any_loader(fitted, loader):
-    found = []
-    for option in ("sync", loader):
-        trainer = fitted("data=digits", *RESNET_SWA, f"loader={option}", "ema.statistics_updates=2", "updates=3")
-        found.append(tensors(trainer))
-    assert same(*found)
+    words = ["data=digits", *RESNET_SWA, "ema.statistics_updates=2", "updates=3"]
+    assert same(*(tensors(fitted(*words, f"loader={option}")) for option in ("sync", loader)))
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_two_ranks_make_the_updates_of_one(built, ranks, words):  # noqa: F811
         split = ["batch=accumulate", "batch.accumulation_steps=2", "parallel=ddp", "parallel.nproc=2"] if world.size > 1 else []
         trainer = built(*words, *split, world=world)
         trainer.fit()
-        losses = [record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"]
+        losses = trainer.log.writers[0].losses
         return losses, [p.detach().numpy() for p in trainer.model.parameters()]
 
     expected, weights = trained(World())

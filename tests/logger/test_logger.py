@@ -61,7 +61,7 @@ def test_a_logged_loss_is_the_mean_over_the_updates_since_the_last(make):
     single, pairs = (make("updates=4", f"log_every={n}") for n in (1, 2))
     single.fit()
     pairs.fit()
-    one, two = ([r["loss"] for r in t.log.writers[0] if r["event"] == "train"] for t in (single, pairs))
+    one, two = (t.log.writers[0].losses for t in (single, pairs))
     assert len(one) == 4
     assert two == pytest.approx([(one[0] + one[1]) / 2, (one[2] + one[3]) / 2], rel=1e-6)
 

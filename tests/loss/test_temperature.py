@@ -75,7 +75,7 @@ def test_it_trains_as_clips_own_loop(trainer_of: Callable[..., Any], words: list
     batches = whole.loader.stream(whole.train_data, whole.requests(), whole.device, whole.memory_format)
     expected = clip(theirs, (next(batches) for _ in range(6)), begins, 0.01)
     trainer.fit()
-    losses = [record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"]
+    losses = trainer.log.writers[0].losses
     assert losses == pytest.approx(expected, rel=1e-5)
     for name, weight in trainer.model.named_parameters():
         torch.testing.assert_close(weight, theirs.get_parameter(name), rtol=1e-4, atol=1e-6)

@@ -65,7 +65,7 @@ def theirs(
 
 def compare(trainer: Any, expected: list[float], updates: int) -> None:
     """Each update of the trained run has their loss."""
-    own = [record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"]
+    own = trainer.log.writers[0].losses
     assert len(own) == len(expected) == updates
     assert own == pytest.approx(expected, rel=0, abs=1e-5)
     assert own[0] != own[-1]

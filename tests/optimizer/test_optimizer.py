@@ -321,7 +321,7 @@ def test_a_run_is_the_loop_by_hand(make, name):
     stream = trainer.read()
     losses = list(by_hand(model, name, (batch for batch, _ in zip(stream, range(4), strict=False))))
     trainer.fit()
-    assert [r["loss"] for r in trainer.log.writers[0] if r["event"] == "train"] == pytest.approx(losses, abs=1e-6)
+    assert trainer.log.writers[0].losses == pytest.approx(losses, abs=1e-6)
     for trained, theirs in zip(trainer.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(trained, theirs, atol=1e-5, rtol=1e-5)
 

@@ -45,10 +45,6 @@ ALL = {
 }
 
 
-def losses(trainer) -> list[float]:
-    return [r["loss"] for r in trainer.log.writers[0] if r["event"] == "train"]
-
-
 def traced_types(trainer, tmp_path, names=("aten::addmm", "aten::mm", "aten::mkldnn_convolution", "aten::convolution_backward")):
     """The element types that these operations work on while the trainer fits, without its evaluation."""
     trainer.evaluator.max_batches = 0
@@ -440,9 +436,9 @@ def test_fp8_steps_close_to_bf16_and_is_not_it(fitted):
     reference = fitted("precision=bf16", *length)
     for scaling in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
         trainer = fitted(*FP8, f"precision.scaling={scaling}", *length)
-        assert len(losses(trainer)) == 3
-        assert losses(trainer) == pytest.approx(losses(reference), rel=0.1), scaling
-        assert losses(trainer) != losses(reference), scaling
+        assert len(trainer.log.writers[0].losses) == 3
+        assert trainer.log.writers[0].losses == pytest.approx(reference.log.writers[0].losses, rel=0.1), scaling
+        assert trainer.log.writers[0].losses != reference.log.writers[0].losses, scaling
 
 
 @fp8
@@ -519,9 +515,9 @@ def test_sixteen_bits_stay_close_to_float32_and_are_not_it(fitted, model):
     pure = ["precision=bf16_pure", "precision.master=stochastic"]
     for words, away in ((["precision=bf16"], 0.02), (["precision=amp"], 0.003), (pure[:1], 0.03), (pure, 0.03)):
         trainer = fitted(*words, *length)
-        assert len(losses(trainer)) == 3
-        assert losses(trainer) == pytest.approx(losses(reference), rel=away), words
-        assert losses(trainer) != losses(reference), words
+        assert len(trainer.log.writers[0].losses) == 3
+        assert trainer.log.writers[0].losses == pytest.approx(reference.log.writers[0].losses, rel=away), words
+        assert trainer.log.writers[0].losses != reference.log.writers[0].losses, words
 
 
 def test_evaluation_runs_in_the_same_format(make):
