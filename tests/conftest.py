@@ -342,6 +342,18 @@ def each_update() -> Callable[..., list[Any]]:
 
 
 @pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The graphs of compile=step, which run as they were recorded: inductor's own work is left out."""
+    import torch
+    import torch._inductor
+
+    graphs: list[Any] = []
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, options=None: graphs.append(graph) or graph)
+    yield graphs
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def float64() -> None:
     """Models and synthetic data in double precision: equal means equal to 1e-12."""
     import torch

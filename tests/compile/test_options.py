@@ -55,17 +55,6 @@ def compilations(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def recorded(monkeypatch):
-    """The step's graphs, run as they were recorded: inductor's own work is left out."""
-    import torch._inductor
-
-    graphs = []
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, options=None: graphs.append(graph) or graph)
-    yield graphs
-    torch._dynamo.reset()
-
-
 # --- regional: the repeated blocks alone ---
 
 

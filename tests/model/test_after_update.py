@@ -73,11 +73,12 @@ def test_it_equals_a_loop_by_hand(make):
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=0)
 
 
-def test_it_goes_with_ranks_and_a_whole_step_graph(train):
+def test_it_goes_with_ranks_and_a_whole_step_graph(train, recorded):
     one = tensors(train(*WORDS))
     for words in (["parallel=ddp", "parallel.nproc=2"], ["compile=step"]):
         for name, value in tensors(train(*WORDS, *words)).items():
             torch.testing.assert_close(value, one[name], atol=1e-5, rtol=1e-4)
+    assert recorded
 
 
 def test_what_cannot_be_is_refused(make):

@@ -385,16 +385,7 @@ GRAPHS = {
 }
 
 
-@pytest.fixture
-def as_recorded(monkeypatch):
-    """The graphs run as they were recorded: inductor's own work is left out."""
-    graphs: list[Any] = []
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, options=None: graphs.append(graph) or graph)
-    yield graphs
-    torch._dynamo.reset()
-
-
-def recorded(fitted: Any, words: list[str], world: World | None = None) -> dict[str, Any]:
+def weights_of(fitted: Any, words: list[str], world: World | None = None) -> dict[str, Any]:
     trainer = fitted(*RECORDED, *words, world=world)
     trainer.parallel.finish_collectives()
     return {name: tensor.tolist() for name, tensor in trainer.model.state_dict().items()}
@@ -413,15 +404,15 @@ def assert_close(of_rank: dict[str, Any], one: dict[str, Any], to: float) -> Non
 @pytest.mark.parametrize(
     "case", [name if name == "accumulation" else pytest.param(name, marks=pytest.mark.slow) for name in GRAPHS]
 )
-def test_ranks_with_one_graph_are_one_process(ranks, fitted, float64, as_recorded, case):
+def test_ranks_with_one_graph_are_one_process(ranks, fitted, float64, recorded, case):
     def work(world: World) -> Any:
-        found = recorded(fitted, ["parallel=ddp", "compile=step", *GRAPHS[case]], world)
-        names = [[str(node.target) for node in graph.graph.nodes] for graph in as_recorded]
+        found = weights_of(fitted, ["parallel=ddp", "compile=step", *GRAPHS[case]], world)
+        names = [[str(node.target) for node in graph.graph.nodes] for graph in recorded]
         return found, sum(any("_c10d_functional.all_reduce" in name for name in of_graph) for of_graph in names), len(names)
 
     (first, reducing, count), (second, *_) = ranks(work)
     assert first == second
-    assert_close(first, recorded(fitted, alone(GRAPHS[case])), 1e-10)
+    assert_close(first, weights_of(fitted, alone(GRAPHS[case])), 1e-10)
     assert reducing >= 1
     assert count == (2 if case == "accumulation" else reducing)  # the micro-batches before the last one reduce nothing
 
@@ -430,15 +421,15 @@ def test_ranks_with_one_graph_are_one_process(ranks, fitted, float64, as_recorde
 @pytest.mark.parametrize("case", ["accumulation", "sgd"])
 def test_inductor_compiles_the_all_reduce(ranks, fitted, float64, case):
     def work(world: World) -> Any:
-        return recorded(fitted, ["parallel=ddp", "compile=step", *GRAPHS[case]], world)
+        return weights_of(fitted, ["parallel=ddp", "compile=step", *GRAPHS[case]], world)
 
     first, second = ranks(work)
     assert first == second
-    assert_close(first, recorded(fitted, alone(GRAPHS[case])), 1e-10)
+    assert_close(first, weights_of(fitted, alone(GRAPHS[case])), 1e-10)
 
 
 @pytest.mark.slow
-def test_an_overflow_of_one_rank_skips_the_update_of_all(ranks, fitted, as_recorded):
+def test_an_overflow_of_one_rank_skips_the_update_of_all(ranks, fitted, recorded):
     words = [*SMALL, "precision=amp", f"precision.init_scale={2.0**13}", "precision.growth_interval=1", "epochs=9", "updates=8"]
 
     def work(world: World) -> Any:
@@ -469,22 +460,22 @@ class ReadsOnRankOne(nn.Module):
         return out * 1.0
 
 
-def test_where_one_rank_cannot_record_all_go_on_without_graphs(ranks, fitted, float64, as_recorded, monkeypatch, caplog):
+def test_where_one_rank_cannot_record_all_go_on_without_graphs(ranks, fitted, float64, recorded, monkeypatch, caplog):
     """The all-reduce is the same whichever way a rank computes its gradients, and after that update they agree, to the bit."""
     monkeypatch.setattr("drivetrain.core.lazy.torch.compile", lambda model, **_: model)
     own = ["model=own", f"model.target={__name__}.ReadsOnRankOne", "trust=[tests]", "data.classes=3", "data.shape=[1,4,4]"]
 
     def work(world: World) -> Any:
         with caplog.at_level(logging.WARNING):
-            found = recorded(fitted, ["parallel=ddp", "compile=step", *own], world)
-        return found, len(as_recorded), [line for line in caplog.messages if "cannot be one graph" in line]
+            found = weights_of(fitted, ["parallel=ddp", "compile=step", *own], world)
+        return found, len(recorded), [line for line in caplog.messages if "cannot be one graph" in line]
 
-    (first, recorded, (told,)), (second, not_recorded, (and_told,)) = ranks(work)
-    assert (recorded, not_recorded) == (1, 0)
+    (first, graphs, (told,)), (second, no_graphs, (and_told,)) = ranks(work)
+    assert (graphs, no_graphs) == (1, 0)
     assert "another rank cannot record it" in told
     assert "out of a tracing" in and_told
     assert first == second
-    assert_close(first, recorded(fitted, own), 1e-10)
+    assert_close(first, weights_of(fitted, own), 1e-10)
 
 
 def test_what_a_graph_of_ranks_cannot_do_is_refused(problems):
