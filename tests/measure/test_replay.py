@@ -103,12 +103,11 @@ def test_another_run_is_told(run):
     assert replay.sheet_of(found).answer.startswith("update 47 of another run: ")
 
 
-def test_what_cannot_be_replayed_is_refused(run, capsys):
+def test_what_cannot_be_replayed_is_refused(run, refused):
     with pytest.raises(UserError, match="has made 48 updates"):
         replayed(run, update=49)
     for words, says in (([], "was given 0"), (["nowhere"], "nowhere")):
-        assert main.main(["replay", *words]) == 2
-        assert says in capsys.readouterr().err
+        assert says in refused("replay", *words)
 
 
 @pytest.mark.parametrize(

@@ -297,13 +297,12 @@ def test_every_rank_writes_its_part_and_any_strategy_reads_them(done, tmp_path):
     equal(alone, of_files(result), 1e-9)
 
 
-def test_export(done, tmp_path, capsys):
+def test_export(done, tmp_path, says):
     """The newest, the best, a certain update, the average; what is not there is refused."""
     run = done(*QUICK)
     for word, update in ((None, 4), ("update=best", int(run.judged("best")["update"])), ("update=4", 4)):
         to = tmp_path / f"{word}.safetensors"
-        assert main.main(["export", str(run.run_dir), str(to), "average=false", *([word] if word else [])]) == 0
-        assert f"of update {update}:" in capsys.readouterr().out
+        assert f"of update {update}:" in says("export", run.run_dir, to, "average=false", *([word] if word else []))
         weights, state = checkpoint_io.load(run.run_dir / "checkpoints" / str(update))
         torch.testing.assert_close(safetensors.torch.load_file(to), weights, rtol=0, atol=0)
     assert main.main(["export", str(run.run_dir), str(tmp_path / "average.safetensors")]) == 0

@@ -62,15 +62,12 @@ def test_a_text_is_no_list_of_overrides(verb):
         getattr(drivetrain, verb)("model=mlp")
 
 
-def test_a_run_of_several_ranks_prints_no_table_to_who_gets_its_result(tiny, tmp_path, monkeypatch, capsys):
+def test_a_run_of_several_ranks_prints_no_table_to_who_gets_its_result(tiny, tmp_path, monkeypatch, says):
     """`drivetrain.train` starts such a run as a command, and of one process it prints no table either."""
-    from drivetrain.cli import main
 
-    assert main.main(["train", *tiny("updates=1")]) == 0
-    assert "peak memory" in capsys.readouterr().out
+    assert "peak memory" in says("train", *tiny("updates=1"))
     monkeypatch.setenv(launcher.RUN_DIR_FILE, str(tmp_path / "place"))
-    assert main.main(["train", *tiny("updates=1")]) == 0
-    assert "peak memory" not in capsys.readouterr().out
+    assert "peak memory" not in says("train", *tiny("updates=1"))
     assert (tmp_path / "place").exists()
 
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 import drivetrain
-from drivetrain.cli import main
 from drivetrain.core.machine import process
 from drivetrain.logger.files import Files
 from drivetrain.run import environment, reader, records, remarks
@@ -293,7 +292,7 @@ def test_the_interval_of_a_share(of_set, name, value, samples, says):
     assert result.uncertainty(of_set, name, value) == says
 
 
-def test_a_run_tells_the_intervals_of_its_shares(train, capsys):
+def test_a_run_tells_the_intervals_of_its_shares(train, capsys, says):
     """In the table at its end, in its page, in a notebook and evaluated again; of shares of the test set's samples alone."""
     result = train("metrics=[top5,f1]", "metrics.top5.k=2", "updates=2", "data.test_samples=11")
     assert result.shares == {"accuracy": 11, "top2": 11}
@@ -309,8 +308,7 @@ def test_a_run_tells_the_intervals_of_its_shares(train, capsys):
     assert page.count(sentence(result.remarks[0])[1:]) == 1  # in a paragraph of its own, and not in the first sentence
     terminal.show_result(result, noted=True)
     assert result.remarks[0].partition(":")[0] not in capsys.readouterr().out
-    assert main.main(["evaluate", str(result.run_dir), "data.test_samples=12"]) == 0
-    out = capsys.readouterr().out
+    out = says("evaluate", result.run_dir, "data.test_samples=12")
     assert out.count(" (12 samples: 0.") == 2
     assert train("debug=fast", "data.test_samples=11").shares == {}  # which evaluates a part
 
