@@ -43,7 +43,7 @@ def test_parameters_without_gradients_are_named_under_ddp(train):
 
 
 def test_halves_of_a_dataset_train(fitted):
-    assert next(iter(fitted(*OWN, "data.kwargs={kind: half}").read())).x.dtype == (torch.float32)
+    assert next(iter(fitted(*OWN, "data.kwargs={kind: half}").read())).x.dtype == torch.float32
 
 
 @pytest.mark.parametrize(("kind", "described"), [("image", r"a tensor \(n, 3, 4, 4\)"), ("several", "a dict of")])

@@ -222,7 +222,7 @@ def test_the_newest_unfinished_sweep_of_the_same_words(tmp_path: Path) -> None:
         a_sweep(place, theirs)
         (place / ".lock").touch()
     write_summary(Sweep(places[3], words, []), None, 1.0, finished=True)
-    assert sorted(p.name for p in list(unfinished(tmp_path, words))) == ["a", "b"]
+    assert sorted(p.name for p in unfinished(tmp_path, words)) == ["a", "b"]
     with directory.locked(places[0]):
         assert [p.name for p in unfinished(tmp_path, words)] == ["b"]
 
