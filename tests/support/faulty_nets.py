@@ -27,7 +27,8 @@ class Faulty(torch.nn.Module):
         self.forwards += self.training
         y = self.only(self.dropout(x.flatten(1)))
         if self.training and self._now():
-            y = getattr(self, os.environ["FAULT"])(y)
+            changed = getattr(self, os.environ["FAULT"])(y)
+            return y if changed is None else changed
         return y
 
     def _now(self) -> bool:
@@ -40,14 +41,12 @@ class Faulty(torch.nn.Module):
         return True
 
     @staticmethod
-    def killed(y: torch.Tensor) -> torch.Tensor:
+    def killed(y: torch.Tensor) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
-        return y
 
     @staticmethod
-    def stopped(y: torch.Tensor) -> torch.Tensor:
+    def stopped(y: torch.Tensor) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
-        return y
 
     @staticmethod
     def not_a_number(y: torch.Tensor) -> torch.Tensor:
@@ -58,79 +57,68 @@ class Faulty(torch.nn.Module):
         return y + torch.empty(1 << 50)
 
     @staticmethod
-    def raises(y: torch.Tensor) -> torch.Tensor:
+    def raises(y: torch.Tensor) -> None:
         raise RuntimeError("this forward is too much\nsecond line of the same error")
 
     @staticmethod
-    def exits(y: torch.Tensor) -> torch.Tensor:
+    def exits(y: torch.Tensor) -> None:
         sys.exit(0)
 
     @staticmethod
-    def ends_at_once(y: torch.Tensor) -> torch.Tensor:
+    def ends_at_once(y: torch.Tensor) -> None:
         os._exit(9)
 
     @staticmethod
-    def told_to_end(y: torch.Tensor) -> torch.Tensor:
+    def told_to_end(y: torch.Tensor) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        return y
 
     @staticmethod
-    def worker_killed(y: torch.Tensor) -> torch.Tensor:
+    def worker_killed(y: torch.Tensor) -> None:
         os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
-        return y
 
     @staticmethod
-    def worker_stopped(y: torch.Tensor) -> torch.Tensor:
+    def worker_stopped(y: torch.Tensor) -> None:
         os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)
-        return y
 
     @staticmethod
-    def told_to_end_while_waiting(y: torch.Tensor) -> torch.Tensor:
+    def told_to_end_while_waiting(y: torch.Tensor) -> None:
         os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-        return y
 
     @staticmethod
-    def logger_fails(y: torch.Tensor) -> torch.Tensor:
+    def logger_fails(y: torch.Tensor) -> None:
         from drivetrain.logger.files import Csv
 
         def log(self: Csv, record: object) -> None:
             raise ConnectionError("the server is gone")
 
         Csv.log = log
-        return y
 
     @staticmethod
-    def run_moved(y: torch.Tensor) -> torch.Tensor:
+    def run_moved(y: torch.Tensor) -> None:
         _run_dir().rename("elsewhere")
-        return y
 
     @staticmethod
-    def run_removed(y: torch.Tensor) -> torch.Tensor:
+    def run_removed(y: torch.Tensor) -> None:
         shutil.rmtree(_run_dir())
-        return y
 
     @staticmethod
-    def disk_full(y: torch.Tensor) -> torch.Tensor:
+    def disk_full(y: torch.Tensor) -> None:
         Path("outputs/filled").write_bytes(bytes(shutil.disk_usage("outputs").free))
-        return y
 
     @staticmethod
-    def read_only(y: torch.Tensor) -> torch.Tensor:
+    def read_only(y: torch.Tensor) -> None:
         subprocess.run(["chattr", "+i", _run_dir() / "checkpoints"], check=True)  # root may write what is only read-only
-        return y
 
     @staticmethod
-    def no_descriptors(y: torch.Tensor) -> torch.Tensor:
+    def no_descriptors(y: torch.Tensor) -> None:
         used = len(os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (used - 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-        return y
 
     @staticmethod
-    def clock_set_back(y: torch.Tensor) -> torch.Tensor:
+    def clock_set_back(y: torch.Tensor) -> None:
         now = time.time
         time.time = lambda: now() - 86_400
-        return y
 
 
 def _run_dir() -> Path:
