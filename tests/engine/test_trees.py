@@ -8,7 +8,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.step.model_call import ModelCall
 from drivetrain.core.world import World
 from drivetrain.engine import flops
-from tests.compile.test_options import compilations, recorded  # noqa: F401 (fixtures)
+from tests.compile.test_options import compilations  # noqa: F401 (fixture)
 from tests.saving.test_resume import newest, stop_at  # noqa: F401 (fixtures)
 from tests.support import command, slow
 
