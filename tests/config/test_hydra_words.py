@@ -271,7 +271,7 @@ def test_a_module_that_imports_what_is_not_there_gets_no_similar_class(tmp_path:
     (tmp_path / "conf" / "loss").mkdir(parents=True)
     (tmp_path / "conf" / "loss" / "gce.yaml").write_text("# mine\n_target_: half_written.Gce\n")
     (tmp_path / "half_written.py").write_text("from drivetrain.loss import Missing\n")
-    told = problems(lambda: prepare(["loss=gce", "trust=[half_written]"], [str(tmp_path / "conf")]))[0]
+    told = problems_of(prepare, ["loss=gce", "trust=[half_written]"], [str(tmp_path / "conf")])[0]
     assert "cannot import name 'Missing' from 'drivetrain.loss'" in told
     assert "did you mean" not in told
 
