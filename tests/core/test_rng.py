@@ -217,3 +217,9 @@ def test_an_order_that_is_none_is_refused(given, says):
 def test_an_order_of_another_length_in_another_epoch_is_refused():
     with pytest.raises(UserError, match=r"gives 3 samples in epoch 3 of seed 0, and 4 in the first one .*data\.validation"):
         Order(4, lambda seed, epoch: torch.arange(5 - epoch))(0, 2)
+
+
+def test_a_keyed_order_repeats_each_sample_in_a_row():
+    once, thrice = orders._keyed(64, 1)(7, 2), orders._keyed(64, 3)(7, 2)
+    assert index_of(thrice).tolist() == once.repeat_interleave(3)[:64].tolist()
+    assert (thrice // AGAIN).tolist() == [position % 3 for position in range(64)]
