@@ -145,7 +145,7 @@ def test_the_worst_rows_of_a_table_stand_with_their_values(train, tmp_path):
     rows = [
         f"{n},{n % 7 / 4},{'red' if n % 3 else 'blue'},20{10 + n % 9}-03-1{n % 9},{'yes' if n % 2 else 'no'}" for n in range(80)
     ]
-    (tmp_path / "rows.csv").write_text("\n".join(["number,size,colour,day,kind", *rows]))
+    (tmp_path / "rows.csv").write_text("\n".join(["amount,size,colour,day,kind", *rows]))
     words = ["data=tabular", f"data.path={tmp_path}/rows.csv", "data.target=kind", "epochs=1", "updates=2", "task=classification"]
     result = train(*words)
     report.add_samples(result)
