@@ -182,8 +182,8 @@ REFUSED = [
     *((["batch=accumulate", word], word) for word in ("batch.lr_scaling=cubic", "batch.accumulation_steps=0")),
     (["batch.grow_until=64"], "batch.grow_until=64 needs batch.grow_every"),
     (["batch.grow_until=13", "batch.grow_every=1"], "nothing would grow"),
-    (["batch=bucketed"], "batch=bucketed sorts by length, and all samples of data=synthetic are alike: set batch=fixed"),
-    (["batch.tokens=300"], "batch.tokens=300 sorts by length, and all samples of data=synthetic are alike"),
+    (["batch=bucketed"], "batch=bucketed sorts by length, but all samples of data=synthetic are equally long: set batch=fixed"),
+    (["batch.tokens=300"], "batch.tokens=300 sorts by length, but all samples of data=synthetic are equally long"),
     ([*OF_TEXT, "batch.tokens=300", "data.order=repeated"], "data.order=repeated and batch.tokens=300 exclude each other"),
     ([*OF_TEXT, "batch.tokens=300", "batch=auto", "batch.memory_gb=1"], "batch.tokens and batch=auto exclude each other"),
     (["batch=auto", "runtime.device=cpu"], "set batch.memory_gb"),
@@ -473,7 +473,7 @@ def test_its_schedule_can_be_shown(tiny, capsys):
 
 
 def test_data_without_lengths_is_refused():
-    with pytest.raises(UserError, match="these samples do not tell it"):
+    with pytest.raises(UserError, match="these samples do not report it"):
         Bucketed().measure(Tensors(torch.zeros(4), torch.zeros(4)), 0, World())
 
 

@@ -81,7 +81,7 @@ def test_a_working_directory_that_was_removed_is_said(tmp_path, monkeypatch, cap
     monkeypatch.chdir(command.empty(tmp_path / "gone"))
     os.rmdir(tmp_path / "gone")
     assert main.main(["train", *WORDS]) == 2
-    assert capsys.readouterr().err == "error: the working directory is not there any more: change to one that is\n"
+    assert capsys.readouterr().err == "error: the working directory no longer exists: change to another one\n"
 
 
 @pytest.mark.slow

@@ -120,8 +120,8 @@ def test_list_a_key_of_no_group(here: Callable[..., Done]) -> None:
     keys = {key: value for key, value in root_config().items() if key != "defaults"}
     for key, value in keys.items():
         shown = good(here("list", key))
-        assert shown.startswith(f"{key} is a key of the whole config, and no group: ")
-        assert yaml.safe_load(shown.partition("no group: ")[2].partition(", by default; ")[0]) == value
+        assert shown.startswith(f"{key} is a key of the whole config, not a group: ")
+        assert yaml.safe_load(shown.partition("not a group: ")[2].partition(", by default; ")[0]) == value
         assert len(shown.partition("by default; ")[2]) > 10, f"what {key} does"
 
 
@@ -137,7 +137,7 @@ def test_list_a_key_of_no_group(here: Callable[..., Done]) -> None:
         (("evaluate", "last"), ("last is the newest run below outputs/, and there is none",)),
         (("train", "resume=last"), ("last is the newest run below outputs/, and there is none",)),
         (("export", ".", "onnx", "pt2"), ("writes one format: onnx or torch.export",)),
-        (("export", ".", "m.pt2", "--out", "m.onnx"), ("one file is written, and m.pt2 and m.onnx are named",)),
+        (("export", ".", "m.pt2", "--out", "m.onnx"), ("one file is written, but m.pt2 and m.onnx are named",)),
         (("list", "--outt"), ("--outt", "there is: --config-dir")),
         (("show", "--datax"), ("--datax: did you mean --data?",)),
         (("compare", "--rounds", "4", "--quality"), ("--rounds 4 is rounds=4", "--quality is quality=true")),

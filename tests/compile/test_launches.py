@@ -127,5 +127,5 @@ def test_what_wants_each_update_is_refused(problems, make):
     trainer = make("compile=step")
     trainer.compiler.updates_per_replay = 4
     assert trainer.compiler.checked(trainer.compiler._step) is trainer.compiler._step
-    with pytest.raises(UserError, match="PlainStep wants each update by itself"):
+    with pytest.raises(UserError, match="PlainStep needs each update separately"):
         trainer.compiler.checked(trainer.compiler._step.inner)

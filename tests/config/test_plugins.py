@@ -139,7 +139,7 @@ def test_it_is_in_the_lists(outside: Outside, capsys: pytest.CaptureFixture[str]
     assert said.startswith("clip=mine: clip of a made-up package\n")
     assert "    clip.max_norm: 1.0 " in said
     claimed = (
-        "effect: exact" if not outside.trust else "effect: its code is not imported here: drivetrain show clip=mine 'trust=["
+        "effect: exact" if not outside.trust else "effect: its code is not imported here: see drivetrain show clip=mine 'trust=["
     )
     assert f"    {claimed}" in said
 
@@ -238,7 +238,7 @@ def test_the_contract_finds_what_is_wrong(installed: Path) -> None:
         ("# x\n_target_: made_up.options.Nothing\n", "made_up.options.Nothing cannot be imported"),
         ("# x\n_target_: nowhere.Clip\n", "nowhere.Clip cannot be imported"),
         ("# x\n_target_: os.getcwd\n", "os.getcwd does not derive from Option"),
-        ("# x\nmax_norm: 2.0\n", "_target_: the dotted name of its class"),
+        ("# x\nmax_norm: 2.0\n", "_target_ as the dotted name of its class"),
     ],
 )
 def test_the_contract_of_an_odd_option(text: str, says: str, installed: Path) -> None:
@@ -277,7 +277,7 @@ def test_the_contract_of_no_option() -> None:
     [
         ("optimizer/sgd.yaml", "_target_: made_up.options.Optimizer\n", "optimizer=sgd ships with drivetrain"),
         ("optimiser/mine.yaml", "_target_: made_up.options.Optimizer\n", "no group 'optimiser': did you mean 'optimizer'?"),
-        ("optimizer/other.yaml", "lr: 0.1\n", "_target_: the dotted name of its class"),
+        ("optimizer/other.yaml", "lr: 0.1\n", "_target_ as the dotted name of its class"),
         ("optimizer/other.yaml", "lr: [\n", "not valid YAML"),
         ("optimizer/other.yaml", "lr: 1\n" + "#" * catalog.MOST, "it is larger than 1 MB"),
         ("optimizer/_shared.yaml", "lr: " + "[" * 1000, "it is nested too deep"),

@@ -577,7 +577,7 @@ def test_gradcheck_of_a_model_that_cannot_be_copied_is_refused(make, monkeypatch
         raise TypeError("no copies")
 
     monkeypatch.setattr(Mlp, "__deepcopy__", refuse, raising=False)
-    with pytest.raises(UserError, match="cannot be copied: no copies"):
+    with pytest.raises(UserError, match="copying fails: no copies"):
         make("debug=gradcheck")
 
 

@@ -396,7 +396,7 @@ def test_averages_are_not_written_through_a_link(make, tmp_path):
         (["ema.wider=0.04"], "ema.wider=0.04 is not above ema.width=0.05"),
         (["ema.width=0.3"], "ema.width=0.3"),
         (["parallel=fsdp", "parallel.nproc=2"], "ema=post_hoc stores averages of the whole model, and with parallel=fsdp"),
-        (["saving=none"], "ema=post_hoc stores averages to be used with a checkpoint, and saving=none"),
+        (["saving=none"], "ema=post_hoc stores averages for use with a checkpoint, but saving=none"),
     ],
 )
 def test_what_stored_averages_cannot_be_is_refused(problems, words, says):

@@ -114,7 +114,7 @@ def test_a_prediction_is_of_the_part_too(train, words):
     assert drivetrain.load(run.run_dir).predict(x).output.shape == (5, 4)
     loaded = drivetrain.load(run.run_dir, ["forward_output=null"])
     with pytest.raises(
-        UserError, match=r"returns a dict of logits .* and a prediction is one tensor: name a part of it by forward_out"
+        UserError, match=r"returns a dict of logits .* but a prediction is one tensor: name a part of it by forward_out"
     ):
         loaded.predict(x)
 

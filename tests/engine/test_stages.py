@@ -274,7 +274,7 @@ def test_a_model_that_would_have_other_shapes_is_refused_before_the_start(staged
     [
         ("[{optimizer.lr: 1}, {}]", ["stages[0] has no until"]),
         ("[{untill: 3, optimizer.lr: 1}]", ["there is no 'untill': did you mean 'until'?"]),
-        ("[{until: 1ep, model.hidden: [3]}]", ["model.hidden=[3] cannot change in the middle of a run: the weights go on"]),
+        ("[{until: 1ep, model.hidden: [3]}]", ["model.hidden=[3] cannot change in the middle of a run: the weights continue"]),
         ("[{until: 1ep, runtime.seed: 3}]", ["the device and the seed are those of the whole run"]),
         ("[{until: 1ep, data.samples: 3}]", ["the samples and their order are one for the whole run"]),
         ("[{until: 1ep, parallel: ddp}]", ["the ranks are started once"]),
@@ -296,7 +296,7 @@ def test_a_model_that_would_have_other_shapes_is_refused_before_the_start(staged
         ("[{until: 1ep, batch: auto}]", ["stages and batch=auto exclude each other"]),
         ("[{until: 1ep, batch: critical}]", ["stages and batch=critical exclude each other"]),
         ("[3]", ["stages=[3]: must be a mapping"]),
-        ("[{until: 1ep, stages: []}]", ["a stage has no stages of its own"]),
+        ("[{until: 1ep, stages: []}]", ["a stage cannot have stages"]),
     ],
 )
 def test_what_a_stage_cannot_be_is_refused_with_the_reason(

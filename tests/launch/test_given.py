@@ -128,7 +128,7 @@ def test_two_sets_are_said_to_select_on_the_test_set(in_main, capfd):
 def test_what_only_the_program_can_repeat_is_said(in_main, tmp_path, capsys):
     result = drivetrain.train([*WORDS], **OBJECTS)
     recipe = (result.run_dir / "recipe.yaml").read_text()
-    assert f"# it was made by a program, with its data.target={given.PACKAGE}." in recipe
+    assert f"# made by a program, with its data.target={given.PACKAGE}." in recipe
     assert drivetrain.load(result.run_dir).predict(X[:3]).labels
     with pytest.raises(UserError, match="was made by a program"):
         export([result.run_dir])

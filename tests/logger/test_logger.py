@@ -119,7 +119,7 @@ def test_ids_of_trackers_that_no_run_writes(content, tmp_path):
         write_ids(file, content)
     else:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError, match=r"trackers.json .*: remove it, and trackers begin a run of their own"):
+    with pytest.raises(UserError, match=r"trackers.json .*: remove it, and trackers begin their own run"):
         known_ids(file)
 
 
@@ -129,7 +129,7 @@ def test_ids_of_trackers(tmp_path):
     write_ids(file, ids := {"mlflow": "0a1b", "wandb": "a name"})
     assert known_ids(file) == ids
     file.write_text(file.read_text().replace("0a1b", "0a1c"))
-    with pytest.raises(UserError, match=r"SHA-256 differs\): remove it, and trackers begin a run of their own"):
+    with pytest.raises(UserError, match=r"SHA-256 differs\): remove it, and trackers begin their own run"):
         known_ids(file)
 
 

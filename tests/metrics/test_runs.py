@@ -266,7 +266,7 @@ def test_a_mean_over_samples_is_that_of_each_batch(train, own):
     assert found["same"] == 1
     assert found["loss_of"] == pytest.approx(found["loss"], rel=1e-6)
     with pytest.raises(
-        UserError, match=r"names `input`, which a function gets that is called with each batch: set metrics.own.mean=true"
+        UserError, match=r"names `input`, and only a function called with each batch gets that: set metrics.own.mean=true"
     ):
         train(*own("alike"))
 

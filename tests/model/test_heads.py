@@ -130,7 +130,7 @@ def test_however_the_samples_are_split_the_same_tokens_are_hidden(more, train):
 
 
 def test_a_causal_model_is_refused_for_masked_tokens(make):
-    with pytest.raises(UserError, match="reads only what is before: set model=transformers"):
+    with pytest.raises(UserError, match="reads only the tokens before: set model=transformers"):
         make("model=gpt", "data=stdlib", "data.max_files=10", "data.length=16", "loss=masked_token")
 
 

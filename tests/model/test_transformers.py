@@ -248,7 +248,7 @@ REFUSED = {
         ["model=transformers", "model.name=/no/such/folder", *CLASSES],
         "model.name=/no/such/folder is no folder: set model.name=/path/to/folder",
     ),
-    "two sets of weights": ([*BERT, "model.pretrained=true", "model.weights=x"], "two sets of weights"),
+    "two sets of initial weights": ([*BERT, "model.pretrained=true", "model.weights=x"], "two sets of initial weights"),
     "flash without its package": ([*BERT, "model.attention=flash"], "flash_attn"),
     "flex on a CPU": ([*BERT, "model.attention=flex"], "flex trains on CUDA alone, and the device is of type cpu"),
 }

@@ -330,8 +330,8 @@ def test_the_random_numbers_of_a_run_do_not_depend_on_its_weights(make, tmp_path
     ("words", "says"),
     [
         (["model.weights_skip=[head.*]"], "model.weights_skip leaves out names of model.weights, which is not set"),
-        (["model=timm", "model.kwargs={checkpoint_path: w.pt}"], "model.kwargs.checkpoint_path names weights"),
-        (["model=timm", "model.pretrained=true", "model.weights=w.pt"], "are two sets of weights to start from: leave one out"),
+        (["model=timm", "model.kwargs={checkpoint_path: w.pt}"], "model.kwargs.checkpoint_path names initial weights"),
+        (["model=timm", "model.pretrained=true", "model.weights=w.pt"], "are two sets of initial weights: leave one out"),
     ],
 )
 def test_settings_that_exclude_each_other(problems, words, says):

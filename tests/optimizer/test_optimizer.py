@@ -214,7 +214,7 @@ def test_patterns_without_effect_are_named() -> None:
     assert "optimizer.no_weight_decay: 'haed' matches no trainable parameter" in caught[0]
     assert "'head'" in caught[0]
     assert "optimizer.lr_multipliers: 'layers.7'" in caught[1]
-    with pytest.raises(UserError, match=r"layer_decay=0.5 wants a model of several layers"):
+    with pytest.raises(UserError, match=r"layer_decay=0.5 needs a model of several layers"):
         torch_optim.Sgd(layer_decay=0.5).create(torch.nn.Linear(3, 3))
 
 
@@ -328,7 +328,7 @@ def test_a_run_is_the_loop_by_hand(make, name):
 
 def test_an_option_whose_optimizer_wants_a_closure_has_to_say_so():
     option = type("Silent", (Sam,), {"takes_closure": False})()
-    with pytest.raises(UserError, match="Sam makes its update by a closure: set takes_closure = True in Silent"):
+    with pytest.raises(UserError, match="Sam updates by a closure: set takes_closure = True in Silent"):
         option.create(torch.nn.Linear(2, 2))
 
 

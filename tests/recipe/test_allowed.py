@@ -587,7 +587,12 @@ def test_a_file_that_is_no_plain_file_or_has_no_end_is_refused(tmp_path: Path) -
     (tmp_path / "zero.yaml").symlink_to("/dev/zero")
     with (tmp_path / "sparse.yaml").open("w") as sparse:
         sparse.truncate(6 << 30)
-    refusals = {"fifo": "no regular file", "zero": "no regular file", "sparse": "larger than 64 KiB", "none": "cannot be read"}
+    refusals = {
+        "fifo": "not a regular file",
+        "zero": "not a regular file",
+        "sparse": "larger than 64 KiB",
+        "none": "cannot be read",
+    }
     for name, said in refusals.items():
         with limited(), pytest.raises(UserError, match=said):
             recipes.read(tmp_path / f"{name}.yaml")
@@ -754,7 +759,7 @@ def test_a_changed_sweep_is_not_taken(tiny, tmp_path):
     content = store.read(folder)
     content["overrides"] += ["trust=[evil]", "model=own", "model.target=evil.Net"]
     (folder / "jobs.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"start it anew with the words that you agree with: .*evil\.Net"):
+    with pytest.raises(UserError, match=r"start it anew with the words that you accept: .*evil\.Net"):
         driver.run([f"resume={folder}"])
     assert "evil" not in sys.modules
 

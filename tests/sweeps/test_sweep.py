@@ -426,7 +426,7 @@ def test_what_is_no_space() -> None:
              "g=interval(0,1e999)", "h=glob(*)", "f=interval(1,2)", "f=3"]
         )
     )  # fmt: skip
-    parts = ("low <= high", "low > 0", "tag often", "not for listed", "twice", "two ends", "glob()", "f is searched")
+    parts = ("low <= high", "low > 0", "tag often", "not for listed", "twice", "two ends", "glob()", "f is both searched")
     for line, part in zip(told, parts, strict=True):
         assert part in line
 
@@ -494,7 +494,7 @@ def test_a_study_that_was_changed_is_refused_or_gives_none_of_its_values(tmp_pat
     whole = file.read_bytes()
     for content in (b"no database", whole[: len(whole) // 2], whole[:100] + bytes(len(whole) - 100)):
         file.write_bytes(content)
-        with pytest.raises(UserError, match=r"study.db is no study of Optuna's"):
+        with pytest.raises(UserError, match=r"study.db is not a study of Optuna's"):
             a_search(tmp_path / "s", *words)
     for number, axis in enumerate((CategoricalDistribution(["0.1 trust=[evil]"]), FloatDistribution(1.0, 1e9))):
         file = tmp_path / f"{number}.db"
@@ -540,7 +540,7 @@ def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
             for word in ("optimizer.lr=range(0,1e9)", "epochs=range(0,1000000000)", "epochs=range(0,1e999)")
         ),
         (store.prepare, [f"{key}=range(0,10000)" for key in ("epochs", "log_every")], "100,000,000 combinations"),
-        (store.prepare, ["epochs=range(1,4,0)"], r"'epochs=range\(1,4,0\)' is no sweep"),
+        (store.prepare, ["epochs=range(1,4,0)"], r"'epochs=range\(1,4,0\)' is not a sweep"),
     ],
 )
 def test_endless_ranges(read, words, says, monkeypatch):
@@ -686,7 +686,7 @@ def test_a_job_whose_worker_dies_and_one_that_is_stopped(ray: FakeRay, tmp_path:
 
 
 def test_a_cluster_that_is_not_there(ray: FakeRay, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="address=nowhere:1: no Ray cluster is reached there: failed to connect"):
+    with pytest.raises(UserError, match="address=nowhere:1: no Ray cluster answers there: failed to connect"):
         OnRay(Ray(address="nowhere:1"), tmp_path, 1)
 
 

@@ -108,7 +108,7 @@ def test_data_reads_what_the_task_wants():
         (["task=segmentation", "model=mlp"], "model=mlp gives one output for an image"),
         (["model=unet"], "model=unet is for masks, and data=digits has none: set task=segmentation"),
         (["task=contrastive", "augment=[]"], "with augment=[] both are the same"),
-        (["task=segmentation", "augment=[random_resized_crop]"], "would stay where they are: set augment=[flip_crop]"),
+        (["task=segmentation", "augment=[random_resized_crop]"], "would stay: set augment=[flip_crop]"),
         (["task=segmentation", "augment=[mixup]"], "augment=[mixup] mixes the classes of samples"),
         (["task=regression", "loss=cross_entropy"], "loss=cross_entropy wants"),
         (["task=regression", "metrics=[f1]"], "metrics=[f1]"),

@@ -1,4 +1,4 @@
-"""Adapters: small trained corrections of a model whose own weights are frozen."""
+"""Adapters: small trained corrections of a model with frozen weights."""
 
 from drivetrain.adapter.base import Adapter
 

@@ -27,7 +27,7 @@ class Adapter(Option, groups.Adapter):
     """adapter=none: the model's own weights train."""
 
     stage_keys: ClassVar[tuple[str, ...]] = ("dropout",)
-    why_fixed: ClassVar[str] = "its parameters go on into the next stage"
+    why_fixed: ClassVar[str] = "its parameters continue in the next stage"
     effect: ClassVar[Effect] = "exact"
 
     def apply(self, model: torch.nn.Module, context: BuildContext) -> Iterator[str]:
@@ -39,17 +39,17 @@ class Lora(Adapter):
     """Corrects the weights of linear layers by products of two thin matrices: W + alpha / rank · B A. Only A and B train.
 
     With `scale` stabilized the factor is alpha / √rank (rsLoRA, Kalajdzievski 2023). With `init` pissa A and B begin with W's
-    largest singular values, which W then lacks (Meng et al. 2024). B learns at `lr_ratio` × the learning rate (LoRA+, Hayou et
+    largest singular values, and W loses these (Meng et al. 2024). B learns at `lr_ratio` × the learning rate (LoRA+, Hayou et
     al. 2024).
 
-    `targets` are patterns of layers; null means every Linear that the forward calls, but the one that gives the outputs. That
-    one trains as a whole, as far as no other layer shares its weight; `train_also` names other parameters instead. `weights` is a
+    `targets` are patterns of layers; null means every Linear in the forward except the output layer. The output layer
+    trains as a whole, unless another layer shares its weight; `train_also` names other parameters instead. `weights` is a
     folder of peft whose adapters are the start. With `base` bf16, int8 or nf4 the weights of the corrected layers are kept in 16,
-    8 or 4 bits; by default in 16 where autocast computes in bfloat16, and would round them so in each forward.
+    8 or 4 bits; by default in 16 if autocast computes in bfloat16, because it would round them so in each forward.
     """
 
     effect = "changes"
-    changes = "low-rank corrections of the weights train in their place"
+    changes = "low-rank corrections train instead of the weights"
     active = True
     name = "lora"
     machine_local_keys = identifying_keys = ("weights",)
@@ -72,7 +72,7 @@ class Lora(Adapter):
         self.targets, self.train_also = targets, train_also
 
     def resolve(self, run: RunSpec) -> Self:
-        """Choose the base: 16 bits where the step rounds to them, and every rank has whole weights."""
+        """Choose the base: 16 bits if the step rounds to 16 bits and every rank has whole weights."""
         rounds = run.precision.dtype == "bfloat16" and self.true_gradient and run.parallel.whole_model
         return self.with_values(base="bf16" if rounds else "full") if self.base == "auto" else self
 

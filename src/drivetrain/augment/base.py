@@ -11,7 +11,7 @@ from drivetrain.core.options.option import Effect, Option, RunSpec
 from drivetrain.core.step.microbatch import Request
 from drivetrain.core.step.source import CropBox, PipelineParts
 
-CHUNK = 2**18  # values that a CPU works on at a time: they and their float copies stay in its cache
+CHUNK = 2**18  # values per chunk on a CPU: they and their float copies stay in the cache
 
 
 class Augment(Option, groups.Augment):
@@ -20,18 +20,18 @@ class Augment(Option, groups.Augment):
     stage_option: ClassVar[bool] = True
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
-    draws_on_cpu = False  # `__call__` gets its indices on the CPU, where numbers drawn can be read without waiting for the device
+    draws_on_cpu = False  # `__call__` gets its indices on the CPU, where drawn numbers are readable without a wait
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         if (shape := run.data.shape()) is not None:
             yield from self.validate_shape(run, shape)
 
     def validate_shape(self, run: RunSpec, shape: Sequence[int]) -> Iterator[str]:
-        """Yield why inputs of this shape cannot be augmented; also called where only loading the data tells their shape."""
+        """Yield why inputs of this shape cannot be augmented. Also called when only loading the data reveals the shape."""
         yield from ()
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
-        """Augment a batch (n, c, h, w). Sample i draws from (seed, epoch, indices[i]) alone."""
+        """Augment a batch (n, c, h, w). Sample i draws only from (seed, epoch, indices[i])."""
         return x
 
     def apply(
@@ -45,14 +45,14 @@ class Augment(Option, groups.Augment):
         return self(x, pipeline.seed, request.epoch, own), y, indices
 
     def crop_boxes(self, seed: int, epoch: int, indices: torch.Tensor) -> Sequence[CropBox] | None:
-        """Return the crops that a source takes of the samples `indices` (n,) while it decodes them; None: whole images."""
+        """Return a source's crops of the samples `indices` (n,) in decoding; None: whole images."""
         return None
 
 
 def require_images(run: RunSpec, shape: Sequence[int], option: str, rgb: bool = False) -> Iterator[str]:
     """Yield a problem if inputs of this shape are not images, or, with `rgb`, not RGB images with values 0 … 255.
 
-    Data of your own does not say what its values are: it is believed.
+    Own data does not declare its values: they are assumed to fit.
     """
     max_value = run.data.max_value if run.data.shape() is not None else 255
     setting, data = f"augment=[{option}]", run.named("data")
@@ -70,7 +70,7 @@ def require_still_targets(run: RunSpec, option: str) -> Iterator[str]:
     """Yield a problem if the run's targets are masks: this option would move the images' pixels and leave the masks'."""
     if run.data.targets == "mask":
         yield (
-            f"augment=[{option}] moves the pixels of images, and the masks of {run.named('data')} would stay where they are: set "
+            f"augment=[{option}] moves the pixels of images, but the masks of {run.named('data')} would stay: set "
             "augment=[flip_crop], which moves both"
         )
 

@@ -15,11 +15,11 @@ from drivetrain.core.step.microbatch import Request
 from drivetrain.core.step.source import PipelineParts
 from drivetrain.core.step.tensors import send
 
-LARGE = 2**15  # values of an image: on a CPU, larger images are erased one by one, which touches fewer pixels
+LARGE = 2**15  # values of an image; on a CPU, larger images are erased one by one, to touch fewer pixels
 
 
 class RandomErasing(Augment):
-    """Fills a random box of some images with noise or the mean (Zhong et al. 2020), so that no part alone decides.
+    """Fills a random box of some images with noise or the mean (Zhong et al. 2020), so that no single part decides.
 
     Noise is uniform: over 0 … 255 for uint8 images, with standard deviation 1 for float images. As in the paper, images
     for which no box fits stay as they are.
@@ -62,7 +62,7 @@ class RandomErasing(Augment):
     def __call__(
         self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor, mean: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Erase some of the images. `mean` (c, 1, 1) is what fill=mean fills with, else 0."""
+        """Erase some of the images. `mean` (c, 1, 1) is the fill for fill=mean, else 0."""
         *box_streams, whether_stream, noise_stream = base.ERASE
         which = (rng.uniform(seed, epoch, indices, whether_stream) < self.prob).nonzero()[:, 0]
         if not len(which):

@@ -18,7 +18,7 @@ from drivetrain.core.step.microbatch import Request
 from drivetrain.core.step.source import CropBox, PipelineParts
 from drivetrain.core.step.tensors import send
 
-LARGE = 2**15  # values of an image: a CPU mirrors larger ones faster one by one (224×224: in 0.4 of the time)
+LARGE = 2**15  # values of an image; a CPU mirrors larger ones faster one by one (224×224: in 0.4 of the time)
 Interval = Annotated[Sequence[Positive], annotated_types.Len(2, 2)]  # lowest, highest
 
 
@@ -26,7 +26,7 @@ class FlipCrop(Augment):
     """Random horizontal flips, and random crops of the image padded by reflection."""
 
     effect = "changes"
-    changes = "which side and part of a training image the model sees"
+    changes = "the side and part of a training image that the model sees"
 
     def __init__(self, flip: Share = 0.5, pad: CountOrZero = 4) -> None:
         self.flip, self.pad = flip, pad
@@ -55,7 +55,7 @@ class FlipCrop(Augment):
     def apply(
         self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: PipelineParts, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if pipeline.masks:  # they move by the same draws, pixel by pixel
+        if pipeline.masks:  # masks move by the same draws, pixel by pixel
             y = self(y.unsqueeze(1), pipeline.seed, request.epoch, indices).squeeze(1)
         if self.pad or not flips_one_by_one(x):
             return super().apply(x, y, indices, pipeline, request)
@@ -116,7 +116,7 @@ class RandomResizedCrop(Augment):
     """
 
     effect = "changes"
-    changes = "which part of a training image the model sees, and its scale"
+    changes = "the part and the scale of a training image that the model sees"
     draws_on_cpu = True  # boxes are computed in float64, which MPS has not, and in hundreds of kernels of a few numbers
 
     def __init__(
@@ -190,7 +190,7 @@ class RandomCropBox:
 
 
 def _largest(width: int, height: int, ratio: Sequence[float]) -> tuple[int, int]:
-    """Return width and height of the largest box in an image that has an allowed ratio: of whole pixels, and one at least."""
+    """Return width and height of an image's largest box with an allowed ratio, in whole pixels, at least one."""
     if width < height * ratio[0]:
         return width, max(1, round(width / ratio[0]))
     return min(width, max(1, round(height * ratio[1]))), height

@@ -22,7 +22,7 @@ KNOTS = 4096  # of the table of a Beta distribution
 class Mixing(Augment):
     """Mixes each sample with the next one in the epoch's order. Its own share λ is drawn from Beta(alpha, alpha).
 
-    `per` says what draws: each sample, or all samples of an update the same, as timm does. Of several mixing options at most
+    `per` sets who draws: each sample, or all samples of an update together, as in timm. Of several mixing options at most
     one is drawn, each with the probability `prob`; where these add up to more than 1, they are divided by their sum.
     """
 
@@ -38,7 +38,7 @@ class Mixing(Augment):
         mixing = [name for name, part in zip(chosen, run.augment, strict=True) if part.mixes]
         if chosen[-len(mixing) :] != mixing:
             right = ",".join([*(c for c in chosen if c not in mixing), *mixing])
-            yield f"{run.named('augment')}: {self.name} mixes images that are augmented already: write it last, [{right}]"
+            yield f"{run.named('augment')}: {self.name} mixes already augmented images: write it last, [{right}]"
         if not self.prob:
             yield f"augment.{self.name}.prob=0 does nothing: raise it or leave {self.name} out"
         for name, other in zip(chosen, run.augment, strict=True):

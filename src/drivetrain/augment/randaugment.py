@@ -22,14 +22,14 @@ Operation = Callable[["torch.Tensor", "torch.Tensor", int], "torch.Tensor"]  # u
 
 
 class RandomOperations(Augment):
-    """The base of what draws an operation for each sample. Samples that drew the same operation are processed together."""
+    """Base class for drawing an operation per sample. Samples with the same operation are processed together."""
 
     effect = "changes"
     changes = "training images, by random operations"
     draws_on_cpu = True
     name: ClassVar[str]
     operations: ClassVar[Mapping[str, Operation | None]]
-    fill = 0  # value of pixels from outside the image
+    fill = 0  # value of pixels outside of the image
 
     def draws(self, seed: int, epoch: int, indices: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield for one operation after another its numbers and levels (n,), on the CPU."""
@@ -64,7 +64,7 @@ class RandomOperations(Augment):
 
 
 def _affine(entries: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor | float, ...]]) -> Operation:
-    """Map images by an affine matrix, whose six entries, row by row, `entries` makes of the images and their levels (n,)."""
+    """Map images by an affine matrix. `entries` computes its six entries, row by row, from the images and their levels (n,)."""
 
     def operation(x: torch.Tensor, level: torch.Tensor, fill: int) -> torch.Tensor:
         # torch.tensor(a number) on a device copies the number and waits; torch.full_like does neither.
@@ -156,7 +156,7 @@ class ThreeAugment(RandomOperations):
     """Makes each sample grey, inverts its bright values, or blurs it, each of the three as often (Touvron et al. 2022, DeiT III).
 
     Strengths are those of the authors and of timm's policy 3a: bright is 128 and above, the deviation of the blur is between 0.1
-    and 2 pixels. Flips, crops and colour jitter, which the paper has beside, are options of their own.
+    and 2 pixels. The paper's flips, crops and colour jitter are separate options.
     """
 
     name = "three_augment"

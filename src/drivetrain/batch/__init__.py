@@ -1,4 +1,4 @@
-"""Batch size: how many samples make one update, and how they are split into micro-batches."""
+"""Batch size: the number of samples per update, and their split into micro-batches."""
 
 from drivetrain.batch.base import Batch
 

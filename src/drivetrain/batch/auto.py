@@ -24,7 +24,7 @@ SEARCH_FACTOR = 1.1  # the largest micro-batch is found to within this factor
 class AutoBatch(Batch):
     """Finds the largest micro-batch that fits by trial before the run; gradient accumulation keeps the global batch.
 
-    Trials begin at the size that is forecast to fit, and decide. Each is a process of its own, which may run out of memory. A CPU
+    Trials begin at the forecast size, and only they decide. Each runs in a separate process, which may run out of memory. A CPU
     has no memory limit: set `memory_gb`.
     """
 
@@ -63,7 +63,7 @@ class AutoBatch(Batch):
 def _largest_fitting(fitting: Callable[[Sequence[int]], int], smallest: int, largest: int, expected: int | None) -> int:
     """The largest size that fits, to within SEARCH_FACTOR, 0 if none does: upwards from the expected one, else below it.
 
-    The trials alone decide. A size that was expected wrongly only makes them more.
+    The trials alone decide. A wrong expectation only adds trials.
     """
     start = smallest if expected is None else max(smallest, min(expected, largest))
     sizes = _upwards(start, largest, SEARCH_FACTOR if expected is not None else 2.0)
@@ -75,7 +75,7 @@ def _largest_fitting(fitting: Callable[[Sequence[int]], int], smallest: int, lar
 
 
 def _below(fitting: Callable[[Sequence[int]], int], smallest: int, high: int) -> int:
-    """The largest size below `high` that fits, 0 if none does, by trials further and further below it."""
+    """The largest size below `high` that fits, 0 if none does, by trials in growing steps downwards."""
     factor = SEARCH_FACTOR**2
     while high > smallest:
         low = max(smallest, min(high - 1, int(high / factor)))
@@ -87,7 +87,7 @@ def _below(fitting: Callable[[Sequence[int]], int], smallest: int, high: int) ->
 
 
 def _upwards(start: int, largest: int, factor: float) -> list[int]:
-    """Sizes from start to the largest, further and further apart, at most doubled."""
+    """Sizes from start to the largest in growing steps, at most doubled."""
     sizes, size = [], start
     while size < largest:
         sizes.append(size)
@@ -105,7 +105,7 @@ def _sizes_between(low: int, high: int) -> list[int]:
 
 @dataclass(eq=False)
 class Critical(Batch):
-    """batch=critical: the batch that comes to a target soonest, by the gradient noise scale (McCandlish et al. 2018).
+    """batch=critical: the batch that reaches a target soonest, by the gradient noise scale (McCandlish et al. 2018).
 
     Before the ranks start, a process of its own trains for `look_updates` updates of `global_batch` samples and measures the
     noise scale, the critical batch. By itself it takes a thirtieth of the run, within 50 and 200 updates: the noise scale of a
@@ -121,7 +121,7 @@ class Critical(Batch):
     """
 
     effect = "changes"
-    changes = "the samples of an update: as many as a measurement says"
+    changes = "the samples of an update, by a measurement"
     key_effects: ClassVar[Mapping[str, Effect]] = {}
     fixed_micro_batches: ClassVar[bool] = False
     takes_tokens: ClassVar[bool] = False
@@ -159,7 +159,7 @@ class Critical(Batch):
         yield from super().advise(run)
         if self.lr_scaling == "none":
             yield (
-                "batch=critical may make the batch several times larger, and batch.lr_scaling=none keeps the learning rate: sqrt "
+                "batch=critical may make the batch several times larger, but batch.lr_scaling=none keeps the learning rate: sqrt "
                 "suits AdamW, linear SGD"
             )
 
@@ -174,7 +174,7 @@ class Critical(Batch):
         return self.with_values(global_batch=size, accumulation_steps=steps, found={**limits, **measured, "global_batch": size})
 
     def _micro_batches(self, ranks: int) -> list[int]:
-        """A rank's micro-batches in the updates whose time is to be measured: in those of the smallest batch and its doubles."""
+        """A rank's micro-batches in the timed updates: of the smallest batch and its doublings."""
         if self.by == "noise":
             return []
         smallest = self.global_batch // (self.accumulation_steps * ranks)
@@ -197,7 +197,7 @@ class Critical(Batch):
         super().setup(context)
 
     def _told(self, found: JsonMapping) -> str:
-        """The line on what was found and chosen."""
+        """The line on the measurement and the choice."""
         looked = f"{found['updates']} updates of {found['smallest']} samples"
         chosen = f"{self.global_batch} samples an update, of {found['smallest']} to {found['largest']}"
         if found["noise_scale"] is None:
@@ -209,7 +209,7 @@ class Critical(Batch):
 
 
 def relative_times(noise_scale: float, smallest: int, update_seconds: Sequence[float]) -> list[float]:
-    """The times to a target with the smallest batch and its doubles, whose updates take so many seconds.
+    """The times to a target with the smallest batch and its doublings, from the seconds of their updates.
 
     They are in units of the fewest possible updates: a batch of B samples takes 1 + noise_scale / B times as many.
     """
@@ -217,7 +217,7 @@ def relative_times(noise_scale: float, smallest: int, update_seconds: Sequence[f
 
 
 def _is_of(recorded: Any, limits: JsonMapping) -> TypeGuard[JsonMapping]:
-    """True if it is what a run with these limits has recorded."""
+    """True if a run with these limits recorded it."""
     if not fits(recorded, dict[str, object]) or any(recorded.get(key) != value for key, value in limits.items()):
         return False
     scale, counts = recorded.get("noise_scale"), (recorded.get("samples"), recorded.get("updates"))

@@ -1,4 +1,4 @@
-"""Batch size: how many samples make one update, and how they are split into micro-batches.
+"""Batch size: the number of samples per update, and their split into micro-batches.
 
 `global_batch`, or `tokens`, determines the result; `accumulation_steps` and the ranks only split it.
 """
@@ -32,15 +32,15 @@ logger = logging.getLogger(__name__)
 Scaling = Literal["none", "linear", "sqrt"]
 DecayScaling = Literal["none", "timescale"]
 Factor = Annotated[int, Ge(2)]
-LARGEST = 1 << 40  # samples of an update: it grows no further, however long the run
+LARGEST = 1 << 40  # largest update in samples, in a run of any length
 
 
 @dataclass(eq=False)
 class Batch(Option, groups.Batch):
     """batch=fixed: every rank takes its share of the global batch in one forward.
 
-    With `grow_every` the global batch is multiplied by `grow_by` every so many epochs, up to `grow_until`, in place of a
-    falling learning rate (Smith et al. 2018); micro-batches keep their size, so memory does not grow.
+    With `grow_every` the global batch is multiplied by `grow_by` after each such number of epochs, up to `grow_until`, instead of
+    a falling learning rate (Smith et al. 2018); micro-batches keep their size, so memory does not grow.
 
     With `tokens` an update takes the next samples of the epoch's order up to so many tokens: update u has those that end
     within [u·T, (u+1)·T) of the order's tokens, so that every epoch has as many updates. `global_batch` is then derived.
@@ -67,14 +67,14 @@ class Batch(Option, groups.Batch):
 
     def __post_init__(self) -> None:
         self._configured = self.accumulation_steps
-        self.found: JsonObject | None = None  # what the size was chosen by, where it was measured
+        self.found: JsonObject | None = None  # basis of a measured size
         self.pairs = False  # each sample gets a partner to be mixed with (mixup, CutMix)
         self.evaluated: int | None = None  # samples in a forward of an evaluation; None: those of a micro-batch
-        self.together = 1  # samples that an evaluation keeps in one batch, as losses do that compare samples
-        self.lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, where samples are sequences
-        self.order = orders.shuffled(0)  # of the training samples: `over` says it
-        self.weighs_by_length = True  # whether the loss averages over tokens; else over samples, which only differ in length
-        self._stages: list[tuple[int, Batch]] = []  # the epoch at which each stage begins, and its batch; [] where all are alike
+        self.together = 1  # samples that an evaluation keeps in one batch, for losses that compare samples
+        self.lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, for sequences
+        self.order = orders.shuffled(0)  # of the training samples; set by `over`
+        self.weighs_by_length = True  # True if the loss averages over tokens, False if over samples of different lengths
+        self._stages: list[tuple[int, Batch]] = []  # each stage's first epoch and batch; [] if all are equal
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         ranks = run.parallel.data_ranks()
@@ -106,7 +106,7 @@ class Batch(Option, groups.Batch):
         if self.buckets_lengths:
             setting, instead = run.named("batch"), "batch=fixed"
         if self.by_length and not (run.data.tokens or run.data.may_differ_in_length):
-            yield f"{setting} sorts by length, and all samples of {run.named('data')} are alike: set {instead}"
+            yield f"{setting} sorts by length, but all samples of {run.named('data')} are equally long: set {instead}"
         if self.by_length and run.data.order not in ("shuffled", "shuffled" if self.buckets_lengths else "sequential"):
             yield f"data.order={run.data.order} and {setting} exclude each other (it goes by length): set {instead}"
 
@@ -129,7 +129,7 @@ class Batch(Option, groups.Batch):
         self.measure(context.data.train, context.seed, context.parallel.data_world)
 
     def over(self, order: Order) -> Self:
-        """Return a copy for one run, with this order of the training samples, which counts and requests them."""
+        """Return a copy for one run, which counts and requests training samples in this order."""
         made = self.copied()
         made.order = order
         return made
@@ -146,7 +146,7 @@ class Batch(Option, groups.Batch):
             return
         if self.lengths is None:
             raise UserError(
-                "batch=bucketed sorts by length, batch.tokens counts it, and these samples do not tell it: set "
+                "batch=bucketed sorts by length, batch.tokens counts it, but these samples do not report it: set "
                 "batch=fixed batch.tokens=null"
             )
         if self.tokens is None:
@@ -182,16 +182,16 @@ class Batch(Option, groups.Batch):
         return self.global_batch / self.base_batch / self.lr_factor() if self.decay_scaling == "timescale" else 1.0
 
     def sizes(self) -> tuple[object, ...]:
-        """Return the settings that decide how many samples each update has."""
+        """Return the settings that determine the samples of each update."""
         return (self.buckets_lengths, self.global_batch, self.tokens, self.grow_every, self.grow_by, self.grow_until)
 
     def of_stages(self, stages: Sequence[tuple[int, Batch]]) -> Self:
-        """Return this option where each stage of the run has the sizes of its own batch, from the epoch of its start on."""
+        """Return this option with each stage's own batch sizes, from the stage's first epoch on."""
         return self.with_values(_stages=list(stages))
 
     @property
     def differs_by_stage(self) -> bool:
-        """True if the stages of the run have updates of other sizes, so that each of them is made of whole epochs."""
+        """True if the run's stages differ in update size, so that each consists of whole epochs."""
         return bool(self._stages)
 
     def size(self, epoch: int) -> int:
@@ -211,7 +211,7 @@ class Batch(Option, groups.Batch):
         return math.ceil(self.global_batch / (self.accumulation_steps * world.size))
 
     def smallest(self, samples: int, world: World) -> int:
-        """Return the samples in the smallest forward of an update of so many."""
+        """Return the samples in the smallest forward of an update of this size."""
         count = math.ceil(math.ceil(samples / world.size) / self.micro_batch(world))
         return max(1, samples // world.size // count)
 
@@ -223,7 +223,7 @@ class Batch(Option, groups.Batch):
         return samples // self.size(epoch) if drop_last else math.ceil(samples / self.size(epoch))
 
     def consumed(self, samples: int, epoch: int, window: int, drop_last: bool) -> int:
-        """Return the samples that a run has trained on after all epochs before `epoch` and `window` updates of it."""
+        """Return the samples trained on after all epochs before `epoch` plus `window` updates."""
         if self.tokens is not None:
             before = sum(self._read_in(e, drop_last) for e in range(epoch))
             return before + (self._ends(self._seed, epoch)[window - 1] if window else 0)
@@ -284,7 +284,7 @@ class Batch(Option, groups.Batch):
         return self.order.reader(seed, epoch)
 
     def _windows(self, seed: int, epoch: int, drop_last: bool, skip: int = 0) -> Iterator[Bounds]:
-        """Yield the part of the order that each update of an epoch takes, from update number `skip` on."""
+        """Yield each update's part of an epoch's order, from update number `skip` on."""
         length, size = self.order.length, self.size(epoch)
         total = self.updates(length, epoch, drop_last)
         ends = range(size, total * size + 1, size) if self.tokens is None else self._ends(seed, epoch)
@@ -292,9 +292,9 @@ class Batch(Option, groups.Batch):
             yield ends[update - 1] if update else 0, min(ends[update], length)
 
     def _parts(self, read: Reader, windows: Iterator[Bounds], world: World, epoch: int) -> Iterator[tuple[int, list[Part]]]:
-        """Yield the items that each update averages over, and this rank's micro-batches of it.
+        """Yield each update's number of averaged items, and this rank's micro-batches of it.
 
-        Where samples have lengths, the whole update is read, since its weight is that of all ranks' tokens.
+        With sample lengths the whole update is read, because its weight counts all ranks' tokens.
         """
         if self.lengths is None or not (self.by_length or self.weighs_by_length):
             splits, again = tee((window, self._split(window, world)) for window in windows)
@@ -311,7 +311,7 @@ class Batch(Option, groups.Batch):
             yield self.amount(numbers), [Part(each, n) if (n := self.amount(each)) else Part(numbers[:1], 0) for each in mine]
 
     def _widened(self, part: Bounds, first: int) -> Bounds:
-        """Return the positions to read for a part: those of its samples' partners too, and of one sample where it is empty.
+        """Return the positions to read for a part: with its samples' partners, and with one sample for an empty part.
 
         Fewer samples than ranks: a rank without any joins the all-reduce with a sample of weight 0.
         """
@@ -329,21 +329,21 @@ class Batch(Option, groups.Batch):
     def _split(self, window: Bounds, world: World) -> list[Bounds]:
         """Return this rank's micro-batches of an update: consecutive samples.
 
-        Every rank makes as many as the one with the most samples: their forwards may wait for each other.
+        Every rank makes as many as the rank with the most samples, because their forwards may wait for each other.
         """
         mine = share(window, world.size, world.rank)
         count = math.ceil(math.ceil((window[1] - window[0]) / world.size) / self.micro_batch(world))
         return [share(mine, count, number) for number in range(count)]
 
     def _dealt(self, window: torch.Tensor, world: World, epoch: int) -> Sequence[torch.Tensor]:
-        """Return this rank's micro-batches of an update: samples by their length, in turn, so that all have about equal work."""
+        """Return this rank's micro-batches of an update: samples dealt by length, so that all have about equal work."""
         assert self.lengths is not None
         mine = window[self.lengths[index_of(window)].argsort(descending=True, stable=True)][world.rank :: world.size]
         steps = self._turns(len(window), world, epoch)
         return [mine[step::steps] for step in range(steps)]
 
     def _turns(self, samples: int, world: World, epoch: int) -> int:
-        """Return the micro-batches into which each rank deals its samples of an update: as many on all ranks."""
+        """Return the number of micro-batches per rank for an update, equal on all ranks."""
         return min(math.ceil(samples / world.size), self.accumulation_steps * (self.size(epoch) // self.global_batch))
 
     def amount(self, indices: torch.Tensor) -> int:
@@ -364,7 +364,7 @@ class Batch(Option, groups.Batch):
     def evaluation_requests(self, source: Source, world: World, max_batches: int | None, lockstep: bool = False) -> list[Request]:
         """Return this rank's share of the first `max_batches` batches of an evaluation.
 
-        With `lockstep` all ranks get the same number of batches; a batch that only fills up has weight 0.
+        With `lockstep` all ranks get the same number of batches; filler batches have weight 0.
         """
         batches = self.evaluation(source, world)[:max_batches]
         count = math.ceil(len(batches) / world.size) * world.size if lockstep else len(batches)
@@ -372,11 +372,11 @@ class Batch(Option, groups.Batch):
         return [Request(0, batches[min(n, len(batches) - 1)], float(n < len(batches))) for n in numbers]
 
     def evaluation_rounds(self, source: Source, world: World, max_batches: int | None) -> int:
-        """Return the number of batches that the rank with the most of them gets in an evaluation."""
+        """Return the largest number of batches of any rank in an evaluation."""
         return math.ceil(len(self.evaluation(source, world)[:max_batches]) / world.size)
 
     def largest(self, samples: int, size: int) -> torch.Tensor:
-        """Return the micro-batch of `size` samples that needs the most memory: the longest, where samples have lengths."""
+        """Return the micro-batch of `size` samples that needs the most memory: the longest samples, if they have lengths."""
         order = torch.arange(samples) if self.lengths is None else self.lengths.argsort(descending=True, stable=True)
         return order[torch.arange(size) % samples]
 
@@ -410,7 +410,7 @@ class Part(NamedTuple):
     """One micro-batch of an update."""
 
     indices: torch.Tensor  # (n,)
-    amount: int  # the items that the loss averages over; 0 where it only fills up
+    amount: int  # items that the loss averages over; 0 for a filler
     partners: torch.Tensor | None = None  # (n,) the samples that these are mixed with
 
 

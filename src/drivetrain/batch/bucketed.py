@@ -20,7 +20,7 @@ from drivetrain.core.world import World
 
 logger = logging.getLogger(__name__)
 
-REPORT_UPDATES = 100  # updates that the report at the start is computed from
+REPORT_UPDATES = 100  # updates for the report at the start
 
 
 @dataclass(eq=False)
@@ -29,12 +29,12 @@ class Bucketed(Batch):
 
     Lengths are padded to multiples of `pad_to`. An epoch shuffles the samples, sorts them by padded length (stably: samples of
     one length stay shuffled), splits them into updates and shuffles the updates; all ranks and micro-batches of an update have
-    about the same length. With `tokens` each update is filled up to so many, padding included: short samples come in larger
-    batches.
+    about the same length. With `tokens` each update is filled up to that number, padding included, so that short samples come in
+    larger batches.
     """
 
     effect = "changes"
-    changes = "which samples meet in an update: those of similar length"
+    changes = "the choice of samples per update: similar lengths together"
     buckets_lengths: ClassVar[bool] = True
     fixed_micro_batches: ClassVar[bool] = False
 
@@ -52,7 +52,7 @@ class Bucketed(Batch):
         super().measure(source, seed, world)
         assert self.lengths is not None
         self.padded = padded(self.lengths, self.pad_to, int(self.lengths.max()))
-        self._batch_ends = lru_cache(self._compute_ends)  # by the epoch's size of an update, which may grow
+        self._batch_ends = lru_cache(self._compute_ends)  # by the epoch's update size, which may grow
         if world.rank == 0:
             logger.info(self._report(world))
 
@@ -81,7 +81,7 @@ class Bucketed(Batch):
         return orders.slices_of(order[self.padded[order].argsort(stable=True)])
 
     def _in_turn(self, lengths: torch.Tensor, world: World) -> tuple[torch.Tensor, int]:
-        """Return the micro-batch of each sample of an update, counted rank by rank, and those of a rank, as `_dealt` has them."""
+        """Return the micro-batch of each sample of an update, counted rank by rank, and a rank's, as in `_dealt`."""
         steps = self._turns(len(lengths), world, 0)
         place = torch.empty_like(lengths)
         place[lengths.argsort(descending=True, stable=True)] = torch.arange(len(lengths))
@@ -118,5 +118,5 @@ class Bucketed(Batch):
 
 
 def padded(lengths: torch.Tensor, multiple: int, longest: int) -> torch.Tensor:
-    """Round lengths (n,) up to a multiple, but not beyond the data's longest: a model may not take more."""
+    """Round lengths (n,) up to a multiple, at most to the data's longest, because a model may not take more."""
     return (-(-lengths // multiple) * multiple).clamp_(max=longest)

@@ -32,7 +32,7 @@ class Checkpointing(Option, groups.Checkpointing):
     stage_option: ClassVar[bool] = True
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
-    found: JsonMapping | None = None  # what was forecast and chosen
+    found: JsonMapping | None = None  # the forecast and the choice
 
     def apply(self, model: torch.nn.Module) -> None:
         """Patch the model's forward in place. Its parameters keep their names."""
@@ -41,13 +41,13 @@ class Checkpointing(Option, groups.Checkpointing):
 class Blocks(Checkpointing):
     """Keeps only the input of each repeated block (a transformer's layers, a ResNet's bottlenecks).
 
-    `block` is the class name of the blocks; null means the blocks that the model repeats. With `memory_gb` only as many of the
-    first blocks are recomputed as it takes for a rank's step to fit, by a forecast before the run.
+    `block` is the class name of the blocks; null means the blocks that the model repeats. With `memory_gb` it recomputes only as
+    many of the first blocks as needed for a rank's step to fit, by a forecast before the run.
     """
 
     effect: ClassVar[Effect] = "exact"
     active = True
-    needs_trial: ClassVar[bool] = True  # where there is one
+    needs_trial: ClassVar[bool] = True  # if one exists
     name = "blocks"
 
     def __init__(self, block: Name | None = None, memory_gb: Positive | None = None) -> None:
@@ -57,7 +57,7 @@ class Blocks(Checkpointing):
         parallel = run.parallel
         divided = not (parallel.one_process or parallel.distributed) or not parallel.own_forward or not parallel.whole_model
         if self.memory_gb is not None and divided:
-            yield f"{KEY} is for ranks that each have the whole model, and {run.named('parallel')} divides it: set {KEY}=null"
+            yield f"{KEY} is for ranks with the whole model, but {run.named('parallel')} divides it: set {KEY}=null"
         if self.memory_gb is not None and not run.batch.fixed_micro_batches:
             yield f"{KEY} needs micro-batches of one size, and {run.named('batch')} finds its own: set batch=accumulate"
         if run.compile.torchscript:
@@ -103,11 +103,11 @@ class Blocks(Checkpointing):
         )
 
     def policy_factory(self) -> Callable[[], Policy] | None:
-        """Return a function that makes the policy for keeping results; None keeps only a block's input."""
+        """Return a function that makes the policy of kept results; None keeps only a block's input."""
         return None
 
     def describe_kept(self) -> str:
-        """Return what stays in memory, in words for the log."""
+        """Return the log's description of what stays in memory."""
         if self.found is None:
             return ""
         gib = self.found["bytes"] / 2**30
@@ -115,7 +115,7 @@ class Blocks(Checkpointing):
 
 
 def rounded_up(value: float) -> float:
-    """Three digits of a positive number, and no less than it."""
+    """A positive number rounded up to three digits."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
     rounded = float(f"{value:.3g}")
     return rounded if rounded >= value else float(f"{rounded + unit:.3g}")
@@ -176,10 +176,10 @@ class Budget(Checkpointing):
     """
 
     effect = "close"
-    changes = "the compiler computes some activations twice, and may round them otherwise"
+    changes = "the compiler computes some activations twice, and may round them differently"
     active = True
     chosen_by_compiler = True
-    needs_real_tensors = "compilers make code for a device, and run it"
+    needs_real_tensors = "compilers generate and run code for a device"
 
     def __init__(self, budget: Share = 0.5) -> None:
         self.budget = budget
@@ -196,7 +196,7 @@ class Budget(Checkpointing):
 
 
 class Offload(Checkpointing):
-    """Moves what the backward will need to the host's memory, and back when it is needed. Nothing is computed twice.
+    """Moves saved activations to the host's memory, and back when the backward needs them. Nothing is computed twice.
 
     Weights and tensors of less than `min_kb` KiB stay on the device.
     """

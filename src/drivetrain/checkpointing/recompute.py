@@ -34,7 +34,7 @@ from drivetrain.core.step.trees import Tree
 Policy = Callable[..., CheckpointPolicy]  # (context, operation, *arguments) → keep or recompute
 Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]  # around forward and recomputation
 Values = dict[OpOverload, list[Tree]]  # operation → what each of its calls gave, None where it is to be computed again
-Arguments = tuple[Any, ...]  # of an operation: tensors, numbers and lists of them
+Arguments = tuple[Any, ...]  # arguments of an operation: tensors, numbers and lists of them
 
 _aten = torch.ops.aten
 _ATTENTION = tuple(
@@ -55,9 +55,9 @@ torch_patches.ignore_profiler_ranges()
 
 
 def checkpoint_forward(block: torch.nn.Module, policy: Callable[[], Policy] | None = None) -> Callable[[], None]:
-    """Wrap the block's forward in a (non-reentrant) checkpoint, and return what undoes it.
+    """Wrap the block's forward in a (non-reentrant) checkpoint, and return the function that undoes it.
 
-    `policy` makes the policy of what to keep.
+    `policy` makes the policy of kept results.
     """
     norms = [m for m in block.modules() if isinstance(m, _NormBase)]
     if policy is not None:
@@ -103,7 +103,7 @@ def products(min_depth: int) -> Policy:
 
 
 def half(min_depth: int) -> Policy:
-    """Policy: keep every second of what `products` keeps."""
+    """Policy: keep every second result of `products`."""
     seen: Counter[bool] = Counter()  # older torch also calls the policy while it recomputes: counted separately
 
     def policy(context: SelectiveCheckpointContext, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -167,7 +167,7 @@ def _is_traced() -> bool:
 
 
 class _Record(TorchDispatchMode):
-    """Keeps what the forward's random draws give, and the operations that the policy keeps."""
+    """Keeps the forward's random draws, and the results of operations chosen by the policy."""
 
     def __init__(self, values: Values, policy: Policy | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -244,7 +244,7 @@ Packed = torch.Tensor | tuple[torch.device, torch.Tensor]
 
 
 def offload_forward(model: torch.nn.Module, min_bytes: int) -> None:
-    """Wrap the model's forward, in place: what it saves goes to the host as soon as it is saved, and comes back when asked for.
+    """Wrap the model's forward, in place: saved tensors go to the host at once, and come back when asked for.
 
     torch's own save_on_cpu copies the weights too, and waits for each copy. Here the copies are queued on the stream that
     computes: the device's memory is used again only after them, and pinned memory is kept until its copies are over.
@@ -281,5 +281,5 @@ def is_weight(tensor: torch.Tensor) -> bool:
     """True if a saved tensor is a parameter, or autocast's copy of one, or a view of either."""
     whole: Any = tensor if tensor._base is None else tensor._base
     if whole.grad_fn is not None and whole.grad_fn.name() == "ToCopyBackward0":
-        whole = getattr(whole.grad_fn.next_functions[0][0], "variable", None)  # what it is a copy of, if that was no result
+        whole = getattr(whole.grad_fn.next_functions[0][0], "variable", None)  # the original of a copy, if that is a leaf
     return isinstance(whole, torch.nn.Parameter)

@@ -21,14 +21,14 @@ from drivetrain.ui.output import echo, fold
 
 OWN_KEY = re.compile(r"(?:^  |, )'?(\w+)=", re.M)  # in a verb's help: a setting at the start of its line, or after another one
 FLAG, FILE, NUMBER = {"action": "store_true"}, {"type": Path}, {"type": int}  # kinds of options, as argparse takes them
-WORDS = {"action": "append", "default": []}  # words that may begin with -, once for each time it is given
+WORDS = {"action": "append", "default": []}  # words that may begin with -, one per occurrence
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are a UserError, with a line for each flag that it does not know."""
+    """A parser that raises UserError, with a line for each unknown flag."""
 
-    settings: Sequence[str] = ()  # of the verb's own, which are written as key=value
-    words: Sequence[str] = ()  # that are being parsed
+    settings: Sequence[str] = ()  # the verb's own settings, written as key=value
+    words: Sequence[str] = ()  # the words being parsed
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError([f"{self.prog}: {each}" for each in said or [f"{message}{hint}"]])
 
     def _answer(self, flag: str, known: Sequence[str]) -> str | None:
-        """The words to write in place of an unknown flag; None where it is like nothing that is known."""
+        """The words to write instead of an unknown flag; None if nothing known is similar."""
         name, _, own = flag.partition("=")
         word = name.lstrip("-").replace("-", "_")
         if word in NOT_HERE:
@@ -55,10 +55,10 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Command:
-    """A verb: its function, which gets what was given and returns the exit code, its help, and what it takes.
+    """A verb: its function (parsed arguments → exit code), its help, and its options.
 
-    An option of `options` is passed to argparse, so that the function finds its value among what was given. A setting of
-    `settings` may be written as --key VALUE too.
+    `options` are passed to argparse, and the function finds their values among its arguments. `settings` may also be written as
+    --key VALUE.
     """
 
     name: str
@@ -66,9 +66,9 @@ class Command:
     help: str
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     settings: Sequence[str] = ()
-    takes_paths: bool = False  # its words may be other things than overrides, and are left as they are
-    offers: Callable[[Sequence[str], str], Sequence[str]] | None = None  # what TAB offers; None: overrides
-    more_help: Callable[[Sequence[str]], str] | None = None  # what follows its help, by the config dirs
+    takes_paths: bool = False  # its words need not be overrides, and stay unchanged
+    offers: Callable[[Sequence[str], str], Sequence[str]] | None = None  # TAB's words; None: overrides
+    more_help: Callable[[Sequence[str]], str] | None = None  # text after its help, by the config dirs
 
     def __call__(self, argv: Sequence[str]) -> int:
         """Run the verb; its exit code. Raises UserError."""
@@ -86,10 +86,10 @@ class Command:
         add_import_paths(given.config_dir)
         if given.config_path is not None:
             hint = "give a folder with your own options by --config-dir FOLDER"
-            raise UserError(f"--config-path {given.config_path}: drivetrain's own config is the one to start from: {hint}")
+            raise UserError(f"--config-path {given.config_path}: every run starts from drivetrain's own config: {hint}")
         if not self.takes_paths:
             given.overrides = translated(given.overrides, given.config_dir)
-            if given.config_name not in (None, "config", "config.yaml"):  # conf/config.yaml is where every run starts
+            if given.config_name not in (None, "config", "config.yaml"):  # every run starts from conf/config.yaml
                 given.overrides = [f"recipe={recipe_word(given.config_name, given.config_dir)}", *given.overrides]
             given.overrides += [f"{key}={getattr(given, key)}" for key in self.settings if getattr(given, key) is not None]
         return self.work(given)
@@ -123,7 +123,7 @@ def runs() -> list[str]:
 
 
 def overrides(words: Sequence[str], last: str) -> list[str]:
-    """The words that an override that begins with `last` may become, after the words before it."""
+    """Completions of an override that begins with `last`, given the words before it."""
     if last.startswith("hy"):
         from drivetrain.sweeps.options import completions
 
@@ -145,6 +145,6 @@ def overrides(words: Sequence[str], last: str) -> list[str]:
 
 
 def _settings(group: str, options: Sequence[str], config_dirs: Sequence[str]) -> set[str]:
-    """The settings of all options of a group; where several are chosen at once, each below its option's name."""
+    """The settings of all options of a group; in groups of several options, below the option's name."""
     keys = {option: catalog.option_keys(group, option, config_dirs) - {"_target_"} for option in options}
     return {f"{option}.{key}" if group in catalog.LISTS else key for option, names in keys.items() for key in names}

@@ -1,4 +1,4 @@
-"""`python -m drivetrain.cli.child`: the command in a process that ends with its standard input, and so with its starter."""
+"""`python -m drivetrain.cli.child`: the command in a process that ends with its standard input, so with its starter."""
 
 from __future__ import annotations
 

@@ -46,13 +46,13 @@ command = Command("completion", _print_script, HELP, takes_paths=True, offers=la
 
 
 def print_candidates(argv: Sequence[str]) -> int:
-    """Run `drivetrain complete LINE`, which the scripts call: print what the last word of the line may become."""
+    """Run `drivetrain complete LINE` for the scripts: print the completions of the line's last word."""
     echo("\n".join(candidates(argv)))
     return DONE
 
 
 def candidates(argv: Sequence[str]) -> list[str]:
-    """The words that the last word of a command line may become."""
+    """The completions of a command line's last word."""
     line = argv[0] if argv else ""
     words = line.split()[1:]
     last = "" if line.endswith(" ") or not words else words.pop()

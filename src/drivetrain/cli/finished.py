@@ -36,7 +36,7 @@ def _of_run(
 ) -> Command:  # fmt: skip
     """A verb on a finished run: RUN, which checkpoint, overrides, --config-dir, --help, and options of its own.
 
-    What was given has `run_dir`, `paths` (further words that are no settings), `choice`, and `overrides` of the config.
+    Its arguments have `run_dir`, `paths` (further words without =), `choice`, and `overrides` of the config.
     """
 
     def of_run(given: argparse.Namespace) -> int:
@@ -90,10 +90,10 @@ def _evaluate(given: argparse.Namespace) -> int:
 
 
 def _file(given: argparse.Namespace) -> Path | None:
-    """The file to write, which is named by a word or by --out; None where it is not named. Raises UserError."""
+    """The file to write, named by a word or by --out, or None. Raises UserError."""
     words = [*given.paths, *([str(given.out)] if given.out is not None else [])]
     if len(words) > 1:
-        raise UserError(f"one file is written, and {' and '.join(words)} are named: leave out what is none")
+        raise UserError(f"one file is written, but {' and '.join(words)} are named: leave out the others")
     return expanded(words[0]) if words else None
 
 
@@ -110,9 +110,9 @@ def _export(given: argparse.Namespace) -> int:
     file = _file(given)
     kind, with_normalize = export.format_of(file, given.format), given.with_normalize
     if with_normalize and kind in ("safetensors", "transformers"):
-        raise UserError(f"--with-normalize: {kind} holds weights, and no model that could normalise: set another --format")
+        raise UserError(f"--with-normalize: {kind} holds only weights, no model that could normalise: set another --format")
     if given.adapter and kind != "transformers":
-        raise UserError("--adapter writes an adapter as peft has it: set --format transformers")
+        raise UserError("--adapter writes an adapter for peft: set --format transformers")
     path = file or given.run_dir / f"model{export.SUFFIX[kind]}"
     overrides = [ONE_PROCESS, "ema=none", "precision=fp32", *given.overrides, "runtime.device=cpu"]
     finished = find("drivetrain export", given.run_dir, overrides, given.config_dir, given.choice, MODEL_ALONE)
@@ -162,7 +162,7 @@ def _predict(given: argparse.Namespace) -> int:
     where = f": {given.out}" if given.out is not None else ""
     echo(f"{rate.text()}{where}", file=sys.stderr)
     for name, unknown in sum(loaded.transforms.unknown, Counter[str]()).items():
-        echo(f"{unknown:,} rows have a value of {name} that no training row has: it counts as none", file=sys.stderr)
+        echo(f"{unknown:,} rows have a value of {name} unknown in training: it counts as none", file=sys.stderr)
     if unreadable:
         more = f" and {unreadable - 1} more" if unreadable > 1 else ""
         echo(f"error: {unreadable} of the inputs have no answer: {why}{more}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`drivetrain list`: the options there are, and what each does."""
+"""`drivetrain list`: the options, with a description of each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ summed otherwise; changes, another run. `drivetrain compare` tests the claim.
 
   -cd, --config-dir DIR your own options too: DIR/<group>/<option>.yaml
 
-Options of installed plugins are among them: see drivetrain/config/plugins.py.
+This includes options of installed plugins: see drivetrain/config/plugins.py.
 """
 
 
@@ -51,7 +51,7 @@ def show(word: str | None = None, config_dirs: Sequence[str] = ()) -> None:
     """Print the options of all groups or of one, a line each, or one option with its keys. Raises UserError."""
     of_plugins = plugins.problems()
     refuse(problem for problem in catalog.problems(config_dirs) if problem not in of_plugins)
-    for problem in of_plugins:  # the other options are there all the same
+    for problem in of_plugins:  # the other options still exist
         logger.warning("%s", problem)
     groups = catalog.option_files(config_dirs)
     group, _, option = (word or "").partition("=")
@@ -82,10 +82,10 @@ def names(config_dirs: Sequence[str] = ()) -> str:
 
 
 def _of_no_group(word: str, config_dirs: Sequence[str]) -> str:
-    """The description of a key of the whole config. Raises UserError where there is none of this name."""
+    """The description of a key of the whole config. Raises UserError without a key of this name."""
     keys, groups = catalog.root_keys(), catalog.option_files(config_dirs)
     if word in keys:
-        return f"{word} is a key of the whole config, and no group: {keys[word]}"
+        return f"{word} is a key of the whole config, not a group: {keys[word]}"
     if of := [name for name, files in groups.items() if word in files]:
         raise UserError(f"there is no group '{word}': {word} is an option: `drivetrain list {of[0]}={word}` shows it")
     key = word.rpartition(".")[2]
@@ -96,40 +96,40 @@ def _of_no_group(word: str, config_dirs: Sequence[str]) -> str:
 
 
 def _show_option(group: str, option: str, file: Path) -> None:
-    """Print one option: what it does, when it helps, what it claims of training, and its keys."""
+    """Print one option: its description, its use, its claimed effect on training, and its keys."""
     effect, changes = _claim(file, plugins.trusted_packages())
     keys = catalog.key_lines(file)
     place = f"{group}.{option}" if group in catalog.LISTS else group
     override = f"{group}={f'[{option}]' if group in catalog.LISTS else option}"
     package = catalog.target(file).partition(".")[0]
-    not_read = f"its code is not imported here: drivetrain show {override} 'trust=[{package}]' says it"
+    not_read = f"its code is not imported here: see drivetrain show {override} 'trust=[{package}]'"
     echo(f"{override}: {catalog.summary(file)}")
     echo("".join(f"    {name}: {text}\n" for name, text in (
         ("when", catalog.when(file)), ("effect", f"{effect}{f' ({changes})' if changes else ''}" if effect != "–" else not_read),
         *((f"measured{words.removeprefix(override)}", said) for words, said in catalog.measured().items()
           if effect != "–" and words.partition(" ")[0] == override),
     ) if text))  # fmt: skip
-    # Indented lines are the entries of a mapping, such as what a task sets.
+    # Indented lines are the entries of a mapping, such as a task's settings.
     echo("\n".join(f"    {key}" if key.startswith(" ") else f"    {place}.{key}" for key in keys))
     if line := several(group):
         echo(line)
 
 
 def several(group: str) -> str:
-    """The way to choose several options of a group at once; "" where it takes one."""
+    """The way to choose several options of a group at once; "" for a group of one."""
     if group in catalog.SUMS:
         return f"'{group}=[a,b]' adds up several, with '{group}.weights=[1,0.5]' and {group}.a.key=value"
     return f"'{group}=[a,b]' takes several, '{group}=[]' none" if group in catalog.LISTS else ""
 
 
 def _claim(file: Path, trusted: Collection[str] = ()) -> tuple[str, str]:
-    """The claim of an option on training, and what it changes; a dash where its code is neither shipped nor of these packages."""
+    """An option's claimed effect on training, and its changes; a dash if its code is neither shipped nor of these packages."""
     target = catalog.target(file)
     if target not in catalog.shipped_targets() and target.partition(".")[0] not in trusted:
         return "–", ""
     try:
         option: Option = import_name(target)()
-    except Exception as error:  # whatever the plugin's module raises
+    except Exception as error:  # the plugin's module may raise anything
         logger.warning("%s cannot be imported: %s: %s", target, type(error).__name__, error)
         return "–", ""
     effect = option.effect_as_set()

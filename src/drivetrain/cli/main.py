@@ -22,7 +22,7 @@ from drivetrain.ui.output import PLAIN, echo, echo_traceback, fold
 def main(argv: Sequence[str] | None = None, program: bool = False) -> int:
     """Run the command line; its exit code. With `program`, or without `argv`, the process ends with it."""
     try:
-        with ended_by_signals(to_the_end=program or argv is None):  # a run has its own way with them
+        with ended_by_signals(to_the_end=program or argv is None):  # a run handles them itself
             if argv is None:
                 remove_working_directory()
             return _dispatch(_prepared(sys.argv[1:] if argv is None else argv))
@@ -39,9 +39,9 @@ def main(argv: Sequence[str] | None = None, program: bool = False) -> int:
 
 
 def _prepared(argv: Sequence[str]) -> list[str]:
-    """Prepare the output; the words without those that are for it."""
+    """Prepare the output; return the words without output options."""
     argv = list(argv)
-    if "#" in argv:  # a comment that was pasted with its command into zsh, which takes it for words
+    if "#" in argv:  # a comment pasted along with its command into zsh, which reads it as words
         del argv[argv.index("#") :]
     if "--plain" in argv:
         argv.remove("--plain")
@@ -60,7 +60,7 @@ def _answer(error: Exception) -> tuple[int, Sequence[str]]:
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return BAD_CONFIG, [f"{str(error.filename)[:60]}… is too long for the name of a file"]
     if isinstance(error, FileNotFoundError) and error.filename is None:  # os.getcwd()
-        return BAD_CONFIG, ["the working directory is not there any more: change to one that is"]
+        return BAD_CONFIG, ["the working directory no longer exists: change to another one"]
     if (reason := _of_the_disk(error)) is not None:
         place = getattr(error, "filename", None) or "what this command writes"  # a library in C or Rust names no file
         return FAILED, [f"{place} cannot be written: {reason}. Make room, or give another place"]
@@ -68,7 +68,7 @@ def _answer(error: Exception) -> tuple[int, Sequence[str]]:
 
 
 def _of_the_disk(error: Exception) -> str | None:
-    """The reason why the disk refused to be written, in words; None for another error."""
+    """The reason of a failed write to the disk, in words; None for other errors."""
     from drivetrain.saving import space
 
     is_of_it = isinstance(error, OSError) and error.errno in space.OF_THE_DISK

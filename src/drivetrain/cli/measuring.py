@@ -71,21 +71,21 @@ drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by s
   block_s=0.4            seconds of a block of timed updates; each variant has two in a round
   quality=true          also train each variant to its end: PASS, FAIL or INCONCLUSIVE against the first one's own spread
   seeds=5               trainings of each variant for quality=true before the first look, and before each further one
-  max_seeds=20          as many at most, while a variant is INCONCLUSIVE
-  quality_s=600         no further seeds after so many seconds of training
+  max_seeds=20          the most seeds, while a variant is INCONCLUSIVE
+  quality_s=600         no further seeds after these seconds of training
   asks=better           of quality=true: seeds go on until each is BETTER or WORSE, too
   margin=0.01           of quality=true: the largest difference of the metric that counts as none; else measured
   judge=[accuracy]      evaluated figures that decide; else the metric that ranks models, and the loss
   target=0.95           of that metric: the seconds until it is reached are compared too
-  --recipe FILE         hand the fastest variant on as a recipe that claims what was measured, if it is faster beyond doubt;
-                        a better result alone is not handed on
-  --out DIR             where to write, in place of a new folder below output_dir
+  --recipe FILE         write the fastest variant as a recipe that claims the measured figures, if it is clearly faster;
+                        a better result alone is not written
+  --out DIR             where to write, instead of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 A key that only one variant's option has goes to that one: optimizer=sgd,adamw optimizer.momentum=0.9. Where the options claim
 the same mathematics (exact or close in `drivetrain list`), the training loss decides too.
 
-Each variant is a process of its own, and only one runs at a time: they take turns, A B B A, so that the machine's drift cancels.
+Each variant is a separate process, and only one runs at a time. They take turns, A B B A, so that the machine's drift cancels.
 
 Of programs:
   --program COMMAND     a whole training; {seed} and {variant} are filled in, {out} is a folder for each run, {code} the code's
@@ -116,15 +116,15 @@ drivetrain certify [group=option] [key=value] … [against [group=option] …]  
 
 Both runs make a few updates from one state with the same samples. Answers:
   exact                 bit for bit the same, or only the order of sums differs
-  no effect             bit for bit the same, although one of the two is to round coarser: nothing was tested on this machine
-  within rounding       the differences are those that the run's number format gives
-  differs               with the first layer or phase that does, and the update in which it does
+  no effect             bit for bit the same, although one should round more coarsely: nothing was tested on this machine
+  within rounding       the differences fit the run's number format
+  differs               with the first differing layer or phase, and its update
 
 After `against`: the settings of the other run that differ; the rest is the same. Without it, each technique of the run that
 claims to be exact or close (`drivetrain list`) is switched off in the other run.
 
   steps=4               updates that are compared
-  --out DIR             where to write, in place of a new folder below output_dir
+  --out DIR             where to write, instead of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 exit codes: 0 exact, within rounding or no effect · 1 differs · 2 cannot be compared, or a bad command line
@@ -142,11 +142,11 @@ another to the baseline, the best first (steps). tables=[steps] measures those a
   only=[precision,clip]  these techniques alone, by their groups or settings
   --format markdown     print each table for a paper, too; or latex
 
-  rounds=8              as for `drivetrain compare`, which says what block_s is too
+  rounds=8              as for `drivetrain compare`, and so is block_s
   quality=true          a second column: is the result still as good? seeds, max_seeds, quality_s, judge and target are
                         compare's; a config that several tables have is trained once
   --recipe FILE         write the recipe with the claim that the last of the steps measured
-  --out DIR             where to write, in place of a new folder below output_dir
+  --out DIR             where to write, instead of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """, {"--recipe": FILE}, ("format",))  # fmt: skip
 
@@ -156,19 +156,19 @@ drivetrain bisect GOOD BAD [key=value] …      which of their differing setting
   drivetrain bisect naive fast data=digits                              two recipes
   drivetrain bisect outputs/2026-01-05/11-02-40-1f3c9a mine.yaml        a run, and a recipe's file
   drivetrain bisect 'precision=fp32' 'precision=bf16 compile=inductor' model=resnet9
-                        overrides in quotes; what follows GOOD and BAD, both have
+                        overrides in quotes; words after GOOD and BAD apply to both
 
   quality=true          bisect the result: the final metric, by trainings with the same seeds; without it, samples a second
   rounds=40             of each comparison, at most: a comparison ends when its interval is clear
   seeds=16              trainings of each config for quality=true, at most
   block_s=0.4           seconds of a block of timed updates; each config has two in a round
   budget_s=3600         seconds for all comparisons, approximately
-  --out DIR             where to write, in place of a new folder below output_dir
+  --out DIR             where to write, instead of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 Subsets of the changes are put on top of GOOD, and compared with GOOD in turns as `drivetrain compare` does it. The answer is
 the smallest set that makes the difference, also where several changes do so only together. A group's option and its keys are
-one change. A BAD that fails is searched for what makes it fail.
+one change. If BAD fails, the search finds the cause of the failure.
 
 exit codes: 0 named, or they do not differ · 1 not resolved within the budget, or GOOD fails · 2 a bad command line
 """, offers=_bisect_words)  # fmt: skip
@@ -182,8 +182,8 @@ drivetrain doctor [group=option] [key=value] …      where a step's time goes, 
   prove=false           only examine the step
   profile_s=2           seconds of each examination of the step
   rounds=8, block_s=0.4  of the comparison that proves the overrides
-  --recipe FILE         where to write the recipe with its claim, in place of a file below outputs/doctor
-  --out DIR             where to write, in place of a new folder below output_dir
+  --recipe FILE         where to write the recipe with its claim, instead of a file below outputs/doctor
+  --out DIR             where to write, instead of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """, {"--recipe": FILE})  # fmt: skip
 
@@ -195,14 +195,14 @@ drivetrain tune [what=all] [group=option] [key=value] …      what makes this r
   drivetrain tune what=lr optimizer=sgd                the range test, with a plot: advice, nothing is set
 
   what=all              or workers (loaders and their counts), batch (micro-batches of the same global batch), lr
-  budget_s=600          about how many seconds it may take
+  budget_s=600          about the seconds that it may take
   rounds=8, block_s=0.3  of each comparison; candidates that fall behind stop early
   quality=true          is the result still right? seeds=5 trainings of each, as far as the budget goes
   lr_updates=150        updates of the range test
-  'target=accuracy>=0.98'  in place of speed: which global batch near the gradient noise scale gets there soonest, over seeds=5
+  'target=accuracy>=0.98'  instead of speed: the global batch near the gradient noise scale that gets there soonest, over seeds=5
                         (or --target 'accuracy>=0.98')
-  --recipe FILE         where to write the recipe with its claim, in place of a file below outputs/tune
-  --out DIR             where to write, in place of a new folder below output_dir
+  --recipe FILE         where to write the recipe with its claim, instead of a file below outputs/tune
+  --out DIR             where to write, instead of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 Writes a recipe with its measurements, tune.json and a page under outputs/tune. The run itself is not changed.
@@ -216,14 +216,14 @@ drivetrain forecast [device=NAME] [group=option] [key=value] …      peak memor
   drivetrain forecast model=resnet9 parallel=fsdp parallel.nproc=8 device=a100 what_if=false
 
   device=here           this machine, measured for a moment; or h100, h200, a100, 4090, … (TAB names them)
-  seconds=20            about how long it may take once the run is built
-  what_if=true          which further override would help most: precision, recomputation, compiling, ranks
+  seconds=20            about the seconds that it may take once the run is built
+  what_if=true          the further override that would help most: precision, recomputation, compiling, ranks
   --json                the figures as JSON: each with its interval, as [value, low, high]
-  --out DIR             where to write, in place of a new folder below output_dir
+  --out DIR             where to write, instead of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
-The run's own step is made on tensors without values: nothing is trained and nothing is written. Figures for devices that are
-not here come from data sheets, and were not measured.
+The run's own step runs on tensors without values: nothing is trained and nothing is written. Figures for absent devices come
+from data sheets, not from measurements.
 
 exit codes: 0 it fits the device's memory · 1 it does not · 2 a bad command line, or a step that cannot be forecast
 """, {"--json": FLAG}, ("device",), _forecast_words)  # fmt: skip
@@ -236,7 +236,7 @@ drivetrain report [RUN | DIR …]      one run on a page; or runs and sweeps, fi
   drivetrain report outputs/multirun/2026-11-21/…      one sweep
   drivetrain report runs/a runs/b target=0.97 out=page
 
-  target=VALUE          the metric that times are taken to, or 'target=accuracy>=0.98'; default: what all completed runs reached
+  target=VALUE          the metric value to reach, or 'target=accuracy>=0.98'; default: the value that all completed runs reached
   samples=12            on the page of one run: the worst samples, and as many others; 0 loads no model
   --out DIR             where report.html and report.csv go; else the folder of the one run, or a new one under outputs/report
 """, settings=("out",), offers=lambda words, last: runs())  # fmt: skip
@@ -251,15 +251,15 @@ drivetrain rehearse [recipe=NAME] [group=option] [key=value] …     will this r
   drivetrain rehearse recipe=mine.yaml parallel=fsdp budget=10m
 
 With the run's own config, data and code: every sample is read, memory, time and disk are forecast; some updates, saves
-and a stop by SIGTERM; the same again; a SIGKILL and a resume, which must come to the same bits; fewer ranks where there
+and a stop by SIGTERM; the same again; a SIGKILL and a resume, which must give the same bits; fewer ranks where there
 are several; the checkpoints are loaded, predict, and are evaluated and exported; the trackers are reached. The runs go
 into a folder that is removed.
 
   budget=5m             no further step begins after it
-  --out DIR             where to write, in place of a new folder below output_dir
+  --out DIR             where to write, instead of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
-exit codes: 0 all holds · 1 a step fails: what to set stands beside it · 2 a config that cannot be
+exit codes: 0 all holds · 1 a step fails: the setting to change stands next to it · 2 a config that cannot be
 """,
 )
 
@@ -270,12 +270,12 @@ drivetrain replay RUN [update=N] [key=value] …      what happened at an update
   drivetrain replay outputs/2026-11-21/…/… update=8812
 
 The run is trained again from its nearest checkpoint, exactly, in a folder that is removed. Of the update it shows the samples,
-the worst first, with their own losses and gradients, what they had at the weights of some updates before, and the sizes of
-layers, gradients and updates beside those of the updates before. It says whether the recorded losses came again bit for bit.
+the worst first, with their losses and gradients, now and at the weights of some updates before, and the sizes of layers,
+gradients and updates next to those of the updates before. It reports whether the recorded losses were repeated bit for bit.
 
   update=N              by default where the run diverged, else the largest spike of its recorded losses
-  back=50               updates before it that are looked at, too: it begins at a checkpoint before them
-  --out DIR             where to write, in place of a new folder below output_dir
+  back=50               earlier updates to examine too: it begins at a checkpoint before them
+  --out DIR             where to write, instead of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 exit codes: 0 it was replayed · 1 it failed · 2 a bad command line, or a run that cannot be

@@ -22,15 +22,15 @@ from drivetrain.ui import output, terminal
 from drivetrain.ui.output import echo, fold
 from drivetrain.ui.sheet import Table
 
-MOST = 32  # combinations of a sweep: a file of a few bytes can ask for a thousand
+MOST = 32  # checked combinations of a sweep: a file of a few bytes can ask for a thousand
 
 
 def check(recipe: Recipe, config_dirs: Sequence[str] = (), words: Sequence[str] = ()) -> list[str]:
     """Validate the recipe, the baseline of its claim, and its sweep's combinations. Raises UserError.
 
-    `words` are overrides to check it with, such as the `trust` that own code needs. Of a large sweep some combinations are
-    validated, which have each value where there are few. Returns what the user should know, a line each: how many they are,
-    what is left to the command line, and what has changed since the recipe was written.
+    `words` are overrides for the check, such as the `trust` for own code. From a large sweep, only some combinations are
+    validated, with each value if there are few. Returns notices, a line each: the number of checked combinations, the settings
+    left to the command line, and the changes since the recipe was written.
     """
     groups = options(config_dirs)
     every = list(recipe.cells(groups))
@@ -47,7 +47,7 @@ def check(recipe: Recipe, config_dirs: Sequence[str] = (), words: Sequence[str] 
 
 
 def _check_one(recipe: Recipe, config_dirs: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Validate one config; return notices, and what it lacks and no recipe may set, such as the path of its data."""
+    """Validate one config; return notices, including missing settings that no recipe may set, such as the data's path."""
     try:
         job = checked(compose(words, config_dirs, base=recipe))
     except UserError as error:
@@ -65,7 +65,7 @@ drivetrain recipe VERB …      recipes: options and values, shared as plain YAM
   drivetrain recipe check NAME|PATH|ADDRESS …          is it valid? Every problem with file and line
   drivetrain recipe export RUN [RUN …] [--out FILE]    the recipe of a run, or of several seeds' runs, and what they claim
   drivetrain recipe verify NAME|PATH [key=value] …     does its claim hold on this machine? Measured again, kind by kind
-  drivetrain recipe diff A B [key=value] …             where two recipes or runs differ
+  drivetrain recipe diff A B [key=value] …             the differences of two recipes or runs
   drivetrain recipe schema [--out FILE]                the JSON Schema of recipes, for editors
 
   target=accuracy>=0.98  of export: also claim the updates and seconds to it (quote it: > is the shell's)
@@ -78,7 +78,7 @@ drivetrain recipe VERB …      recipes: options and values, shared as plain YAM
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 exit codes of verify: 0 something holds and nothing is refuted · 1 something does not hold · 2 no claim, or a bad command line ·
-4 nothing can be told here: another device, other data
+4 undecidable here: another device, other data
 """
 
 
@@ -88,14 +88,14 @@ def command(argv: Sequence[str]) -> int:
         echo(fold(HELP))
         return DONE
     if not argv or argv[0] not in VERBS:
-        given = f"'{argv[0]}' is none of these: {did_you_mean(argv[0], VERBS)}" if argv else "nothing is given"
+        given = f"'{argv[0]}' is not one of these: {did_you_mean(argv[0], VERBS)}" if argv else "nothing is given"
         wanted = "list, show NAME, check NAME …, export RUN … [--out FILE], verify NAME, diff A B or schema [--out FILE]"
         raise UserError(f"drivetrain recipe needs {wanted}: {given}")
     return VERBS[argv[0]](["quick=true" if word == "--quick" else word for word in argv[1:]])
 
 
 def complete(words: Sequence[str], last: str) -> Sequence[str]:
-    """The words that TAB offers: a verb, then as many names of recipes as it takes, then overrides where it takes any."""
+    """The words that TAB offers: a verb, then the names of its recipes, then overrides if it takes any."""
     if not words or words[0] == "schema":
         return [] if words else [*VERBS]
     names = {"verify": 1, "diff": 2}.get(words[0])
@@ -112,7 +112,7 @@ def _list(argv: Sequence[str]) -> int:
 def _check(given: argparse.Namespace) -> int:
     if not given.overrides:
         raise UserError("drivetrain recipe check needs the name or path of a recipe")
-    trust = [word for word in given.overrides if key_of(word) == "trust"]  # in own code, which the check imports
+    trust = [word for word in given.overrides if key_of(word) == "trust"]  # own code that the check imports may print
     problems: list[str] = []
     for name in (word for word in given.overrides if word not in trust):
         with collecting(problems):
@@ -131,7 +131,7 @@ def _show(argv: Sequence[str]) -> int:
 
 
 def _schema(given: argparse.Namespace) -> int:
-    """Print the JSON Schema of recipes, or write it to FILE, which it replaces. An editor uses it as docs/recipes.md says."""
+    """Print the JSON Schema of recipes, or write it to FILE, replacing it. docs/recipes.md shows its use in editors."""
     from drivetrain.cli.recipe_schema import recipe_schema
 
     given.overrides += [str(given.out)] if given.out is not None else []

@@ -1,4 +1,4 @@
-"""The page of `drivetrain show --data FILE`: what training will see of its data."""
+"""The page of `drivetrain show --data FILE`: a preview of the training data."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from drivetrain.logger.drawing import BLACK, Tile, grid, in_words, pixels, with_
 from drivetrain.ui.sheet import PagePart, Section, Sheet, Table, escape, under, words
 
 SHOWN, CLASSES = 12, 30  # samples that are drawn, classes that are counted
-LOOKED_AT = 100  # samples or files whose range of values is shown
+LOOKED_AT = 100  # samples or files examined for their range of values
 CHARACTERS = 200  # of a text
 LENGTHS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "in all": torch.sum, "shortest": torch.min, "median": torch.median, "longest": torch.max,
 }  # fmt: skip
-GAP = 4  # pixels between a sample and what becomes of it
+GAP = 4  # pixels between a sample and its augmentation
 
 
 def sheet_of(run: RunSpec) -> Sheet:
-    """Return what the training of a run will see: its sets, what their columns or texts became, and samples."""
+    """Return a preview of a run's training data: its sets, the encoding of their columns or texts, and samples."""
     data = Data.of(run).load_sets(torch.device("cpu"))
     others = {f"{split} {name}".rstrip(): each for split in ("validation", "test") for name, each in data.sets(split).items()}
     sets = {"training": data.train, **others}
@@ -45,7 +45,7 @@ def sheet_of(run: RunSpec) -> Sheet:
     shape, what = data.shape, ""
     if isinstance(shape, tuple) and len(shape) == 3 and shape[0] in (1, 3) and data.images is None:
         what = f", images of {shape[2]}×{shape[1]}"
-        beside = "Samples of the training set, and beside each what augmentation makes of it in the first epoch"
+        beside = "Samples of the training set, each next to its augmentation in the first epoch"
         sections += under(beside, PagePart(_image(_tiles(run, data))))
     else:
         sections += _lengths(sets, "tokens" if run.data.tokens else "positions")
@@ -58,7 +58,7 @@ def sheet_of(run: RunSpec) -> Sheet:
 
 
 def _counts(run: RunSpec, data: Splits, sets: Mapping[str, Source]) -> dict[str, list[str]]:
-    """Return the number of samples of each set, and of each class or label where these are known."""
+    """Return the number of samples of each set, and of each class or label if known."""
     columns = {"set": list(sets), "samples": [f"{len(source):,}" for source in sets.values()]}
     counts = [_of_each(source, data.classes, run.data.targets == "labels") for source in sets.values()]
     if all(each is None for each in counts):
@@ -68,7 +68,7 @@ def _counts(run: RunSpec, data: Splits, sets: Mapping[str, Source]) -> dict[str,
 
 
 def _of_each(source: Source, classes: int, several: bool) -> torch.Tensor | None:
-    """Return how many samples are of each class, or have each label; None where that is not known without reading them."""
+    """Return the number of samples per class or label; None if unknown without reading them."""
     if (labels := source.labels()) is not None:
         return torch.bincount(labels.long(), minlength=classes)
     targets = source.y if isinstance(source, Tensors) else source.targets if isinstance(source, ImageFileSource) else None
@@ -76,18 +76,18 @@ def _of_each(source: Source, classes: int, several: bool) -> torch.Tensor | None
 
 
 def _remarks(sets: Mapping[str, Source]) -> Iterator[str]:
-    """Yield which sets share samples with training, and which files of an evenly spread few cannot be read."""
+    """Yield the sets that share samples with training, and unreadable files among an evenly spread few."""
     train = sets["training"]
     for name, source in sets.items():
         if source is not train and (count := twice(train, source)):
-            yield f"in training too: {count:,} of the {len(source):,} samples of {name}, whose figures are then too good"
+            yield f"in training too: {count:,} of the {len(source):,} samples of {name}, so its figures are too good"
         looked_at = _chosen(source, LOOKED_AT).tolist() if isinstance(source, ImageFileSource) else []
         if problems := [problem for index in looked_at if (problem := _problem(source, index))]:
             yield f"{len(problems)} of {len(looked_at)} files of {name} cannot be read, the first: {problems[0]}"
 
 
 def _problem(source: Source, index: int) -> str:
-    """Return why a file cannot be read; "" where it can."""
+    """Return why a file cannot be read; "" if it can."""
     assert isinstance(source, ImageFileSource)
     try:
         source.decoded(index)
@@ -97,7 +97,7 @@ def _problem(source: Source, index: int) -> str:
 
 
 def _files(source: ImageFileSource) -> dict[str, list[str]]:
-    """Return the kinds of some files, spread evenly: their format and mode, how many there are, sizes and range of values."""
+    """Return the kinds of some files, spread evenly: format and mode, number, sizes and range of values."""
     found: dict[str, list[tuple[int, int, float, float]]] = {}
     for index in _chosen(source, LOOKED_AT).tolist():
         if not _problem(source, index):
@@ -114,7 +114,7 @@ def _files(source: ImageFileSource) -> dict[str, list[str]]:
 
 
 def _lengths(sets: Mapping[str, Source], unit: str) -> list[Section]:
-    """Return the table of the sets' lengths; nothing where all samples are of one length."""
+    """Return the table of the sets' lengths; nothing if all samples have one length."""
     known = {name: source.lengths for name, source in sets.items() if source.lengths is not None and len(source)}
     if not known:
         return []
@@ -129,7 +129,7 @@ def _lengths(sets: Mapping[str, Source], unit: str) -> list[Section]:
 
 
 def _texts(run: RunSpec, data: Splits) -> dict[str, list[str]]:
-    """Return some samples as text with their lengths and targets; {} where inputs are no text."""
+    """Return some samples as text with their lengths and targets; {} if inputs are not text."""
     columns: dict[str, list[str]] = {"sample": [], "text": [], "tokens": [], "target": []}
     for index in _chosen(data.train).tolist():
         x, y = data.train.fetch(torch.tensor([index]))
@@ -145,7 +145,7 @@ def _texts(run: RunSpec, data: Splits) -> dict[str, list[str]]:
 
 
 def _of_tokens(run: RunSpec, data: Splits, targets: torch.Tensor) -> str:
-    """Return the targets of a text's tokens in words: the classes of those that count, or which next tokens are learnt."""
+    """Return the targets of a text's tokens in words: the classes of counted tokens, or the learnt next tokens."""
     counted = targets[targets != IGNORE_INDEX].tolist()
     if run.data.targets != "tokens":
         return ", ".join(str(data.names[number]) if data.names else str(number) for number in counted[:SHOWN])
@@ -176,7 +176,7 @@ def _chosen(source: Source, most: int = SHOWN) -> torch.Tensor:
 
 
 def _tiles(run: RunSpec, data: Splits) -> Iterator[Tile]:
-    """Yield a tile for each of some samples: as it is read, and as training gets it, with its target."""
+    """Yield a tile for each of some samples: as read, and as augmented for training, with its target."""
     chosen = _chosen(data.train)
     count, steps = len(chosen), tuple(Augment.all_of(run))
     pipeline = Pipeline(data.train, steps, None, run.runtime.seed, data.classes, masks=run.data.targets == "mask")

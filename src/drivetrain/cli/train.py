@@ -48,7 +48,7 @@ exit codes: 0 done · 1 an error while training · 2 bad config or recipe · 3 d
 CFG = ("job", "hydra", "all")
 INFO = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
 INSTEAD = {  # flags of Hydra → what to type
-    "--hydra-help": "say `drivetrain train --help`; docs/sweeps.md has a table of Hydra's words",
+    "--hydra-help": "type `drivetrain train --help`; docs/sweeps.md has a table of Hydra's words",
     "-sc --shell-completion": 'say eval "$(drivetrain completion bash)" (or zsh, fish)',
     "--experimental-rerun": "say recipe=RUN/recipe.yaml to run it again, or resume=RUN to go on with it",
     "--version": "say `drivetrain --version`, or --info for all versions",
@@ -77,7 +77,7 @@ def _names(config_dirs: Sequence[str]) -> str:
 
 
 command = Command("train", _command, HELP, {
-    "-m --multirun": FLAG, "-r --run": FLAG,  # what happens anyway
+    "-m --multirun": FLAG, "-r --run": FLAG,  # the default anyway
     "-c --cfg": {}, "--resolve": FLAG, "-p --package": {}, "-i --info": {"nargs": "?", "const": "all", "choices": INFO},
     "-q --quiet": FLAG, **{flag: {"nargs": "?", "const": "", "dest": flag} for flag in INSTEAD},
 }, more_help=_names)  # fmt: skip
@@ -100,7 +100,7 @@ def _train(given: argparse.Namespace) -> int:
         report.of_sweep(folder)
         return code
     settings.check_one_run()
-    job = prepare(overrides, given.config_dir, recipe, hydra=settings)  # first: a wrong word is answered without what starts runs
+    job = prepare(overrides, given.config_dir, recipe, hydra=settings)  # first: a wrong word needs no further imports
     return _run(job, given.quiet)
 
 
@@ -112,13 +112,13 @@ def _run(job: Job, quiet: bool) -> int:
     from drivetrain.ui import terminal
 
     if launcher.started_from_python():
-        end_with_parent(signal.SIGTERM)  # so that the run of a program that was killed is saved, and ends
+        end_with_parent(signal.SIGTERM)  # so that the run of a killed program is saved and ends
     result = launcher.launch(job, quiet=quiet, stop=StopFlag(last=True))
     if result.run_dir is not None and not launcher.started_from_python():  # this is rank 0
         terminal.show_result(result, noted=not quiet)
         if not quiet:
             report.add_samples(result)
-    if result.error and (result.run_dir is not None or launched() is None):  # else rank 0 prints it
+    if result.error and (result.run_dir is not None or launched() is None):  # otherwise rank 0 prints it
         for line in result.error.splitlines():
             terminal.say(f"error: {line}")
     return result.code
@@ -126,7 +126,7 @@ def _run(job: Job, quiet: bool) -> int:
 
 def _show_config(given: argparse.Namespace) -> int:
     if given.multirun:
-        raise UserError(f"--cfg {given.cfg} shows the config of one run, and -m starts several: leave one of them out")
+        raise UserError(f"--cfg {given.cfg} shows the config of one run, but -m starts several: leave one of them out")
     job = prepare_run(given.overrides, given.config_dir)
     whole: Any = OmegaConf.to_container(job.hydra.whole(job.composed), resolve=given.resolve)
     shown = {key: value for key, value in whole.items() if given.cfg == "all" or (key == "hydra") == (given.cfg == "hydra")}
@@ -147,7 +147,7 @@ def _part(config: object, package: str) -> Any:
 
 
 def _show_info(what: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> int:
-    """Print what Hydra's --info prints: `what` is all or one of the parts below; return the exit code. Raises UserError."""
+    """Print Hydra's --info: `what` is all or one of the parts below; return the exit code. Raises UserError."""
     job = prepare_run(overrides, config_dirs)
     for name, part in PARTS.items():
         if what == "all" or name == what.removesuffix("-tree"):
@@ -175,7 +175,7 @@ def _plugins(job: Job) -> None:
 
 
 def _defaults(job: Job) -> None:
-    """One line for each group: its option, the file that holds it, and who chose it."""
+    """One line for each group: its option, the option's file, and the origin of the choice."""
     files, recipe = catalog.option_files(job.composed.config_dirs), job.composed.recipe
     rows = []
     for group, choice in job.composed.choices.items():

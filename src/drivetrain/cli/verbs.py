@@ -1,4 +1,4 @@
-"""The verbs of the command line. A verb's module is imported when the verb is run, not before.
+"""The verbs of the command line. A verb's module is imported only when the verb runs.
 
 A new verb costs one module with `command(argv) -> int` and one row below; one that measures, a row here and one in
 measuring.py. Another package adds a verb by an entry point in the group `drivetrain.verbs`, such as
@@ -19,14 +19,14 @@ from drivetrain.core.errors import UserError, did_you_mean
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb and where its function is."""
+    """One verb and the place of its function."""
 
     name: str
     target: str  # "module:function"; the function takes the arguments after the verb and returns the exit code
     help: str  # one line of `drivetrain help`; "" keeps the verb out of it
 
     def run(self, argv: list[str]) -> int:
-        """Run the verb; its exit code. Raises UserError where a plugin's verb cannot be imported or returns no exit code."""
+        """Run the verb; its exit code. Raises UserError if a plugin's verb cannot be imported or returns no exit code."""
         module, function, name = self._found()
         if not callable(function):
             raise UserError(f"the verb {self.name} is {self.target}, but {module.__name__} has no function '{name}'")
@@ -36,18 +36,18 @@ class Verb:
         return code
 
     def complete(self, words: list[str], last: str) -> list[str]:
-        """The words that `last` may become, by `complete(words, last)` of the function or its module, if they have one."""
+        """The completions of `last`, by `complete(words, last)` of the function or its module, if defined."""
         module, function, _ = self._found()
         complete = getattr(function, "complete", None) or getattr(module, "complete", None)
         return list(complete(words, last)) if complete is not None else []
 
     def _found(self) -> tuple[ModuleType, Any, str]:
-        """The module, its function, which is None where it has none, and the function's name."""
+        """The module, its function or None, and the function's name."""
         place, _, name = self.target.partition(":")
         try:
             module = import_module(place)
         except (Exception, SystemExit) as error:
-            if self.name in VERBS:  # our own: a bug
+            if self.name in VERBS:  # one of ours: a bug
                 raise
             raise UserError(f"the verb {self.name} ({self.help}) cannot be imported from {place}: {error}") from None
         return module, getattr(module, name or "command", None), name or "command"
@@ -55,14 +55,14 @@ class Verb:
 
 _ROWS = (
     Verb("train", "drivetrain.cli.train:command", "train what the config says"),
-    Verb("list", "drivetrain.cli.list:command", "every option of every group, or of one, with what it does"),
+    Verb("list", "drivetrain.cli.list:command", "every option of every group, or of one, with its description"),
     Verb(
         "compare", "drivetrain.cli.measuring:compare",
         "techniques side by side in turns: what each brings and costs, and whether the result is still right",
     ),
     Verb(
         "certify", "drivetrain.cli.measuring:certify",
-        "is this the same mathematics? A few updates beside a plain run and beside float64, and where they differ",
+        "is this the same mathematics? A few updates next to a plain run and to float64, and where they differ",
     ),
     Verb(
         "ablate", "drivetrain.cli.measuring:ablate",
@@ -86,11 +86,11 @@ _ROWS = (
     Verb("report", "drivetrain.cli.measuring:report", "any runs in one table, one CSV and one page with plots"),
     Verb(
         "show", "drivetrain.cli.show:command",
-        "what training will see of its data, and the learning rate, before it is trained",
+        "preview the training data and the learning rate",
     ),
     Verb("recipe", "drivetrain.cli.recipe:command", "list, show, check, export, verify or diff recipes"),
     Verb("evaluate", "drivetrain.cli.finished:evaluate", "the metrics of a finished run, on any data, device and ranks"),
-    Verb("predict", "drivetrain.cli.finished:predict", "what a finished run says of new inputs, as a table"),
+    Verb("predict", "drivetrain.cli.finished:predict", "a finished run's predictions for new inputs, as a table"),
     Verb(
         "export", "drivetrain.cli.finished:export",
         "a finished run as a file to use without drivetrain: safetensors, ONNX, torch.export, TorchScript",
@@ -102,7 +102,7 @@ _ROWS = (
 )  # fmt: skip
 VERBS: Mapping[str, Verb] = {verb.name: verb for verb in _ROWS}
 
-ELSEWHERE = {  # what people type who know other tools → ours
+ELSEWHERE = {  # words of other tools → ours
     "fit": "train", "run": "train", "launch": "train",
     "sweep": "train -m key=a,b", "search": "train -m hydra/sweeper=optuna …", "resume": "train resume=RUN",
     "test": "evaluate RUN", "validate": "evaluate RUN split=validation", "infer": "predict RUN INPUT …",
@@ -120,8 +120,8 @@ def all_verbs() -> dict[str, Verb]:
 
 
 def find(name: str) -> Verb:
-    """The verb of this name. Raises UserError with the names that are near."""
-    if name in VERBS:  # without a look for plugins
+    """The verb of this name. Raises UserError with similar names."""
+    if name in VERBS:  # without loading plugins
         return VERBS[name]
     known = all_verbs()
     if name in known:
@@ -136,7 +136,7 @@ def find(name: str) -> Verb:
 
 
 def overview(version: str) -> str:
-    """The text that `drivetrain help` prints: a line for each verb, and for each plugin's verb whose name is taken."""
+    """The text that `drivetrain help` prints: a line for each verb, and for each plugin's verb with a taken name."""
     title, known = f"drivetrain {version}: every training technique is one config override, and measured", all_verbs()
     rows = [f"  drivetrain {verb.name:<12} {verb.help}" for verb in known.values() if verb.help]
     taken = [

@@ -57,22 +57,22 @@ class Compile(Option, groups.Compile):
         return None
 
     def settle(self) -> None:
-        """Make the updates that wait for others to be made with: weights and sums are then those after the last update."""
+        """Make the waiting updates, so that weights and sums are those after the last update."""
 
     def waits(self) -> bool:
-        """Return whether the last update waits so."""
+        """Return whether the last update is still waiting."""
         return False
 
     def checked(self, step: Step) -> Step:
-        """Return the loop's step. Raises UserError where something around the option's own one wants what that does not do."""
+        """Return the loop's step. Raises UserError if a wrapper needs something that the option's own step does not do."""
         return step
 
     def cannot(self, error: BaseException) -> str:
-        """Return what the run asks of this option that it cannot do, with what to set, where this error says so; else ""."""
+        """Return the unsupported request behind this error, with the setting to change; else ""."""
         return ""
 
     def advice(self, error: BaseException) -> str:
-        """Return what to set if this error is the compiler's own, else an empty string."""
+        """Return the setting to change if this error is the compiler's own, else ""."""
         return ""
 
 
@@ -80,7 +80,7 @@ class Compiled(Compile):
     """The base of all options that compile."""
 
     active = True
-    needs_real_tensors = "compilers make code for a device, and run it"
+    needs_real_tensors = "compilers generate and run code for a device"
     specializes_on_shapes = True
     ranks_meet_in_forward = True
     whole_forward = True
@@ -94,7 +94,7 @@ class Compiled(Compile):
 
 
 def compiled_anew() -> bool:
-    """Return whether torch.compile has made kernels in this process that it did not find in its cache."""
+    """Return whether torch.compile has made kernels in this process that were not in its cache."""
     if "torch._dynamo" not in sys.modules:
         return False
     from torch._dynamo.utils import counters
@@ -128,7 +128,7 @@ class Jit(Compiled):
     def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> torch.nn.Module:
         start = time.perf_counter()
         try:
-            with warnings.catch_warnings(), buffers_kept(model):  # `advise` has warned that it is retired
+            with warnings.catch_warnings(), buffers_kept(model):  # `advise` has already warned of its retirement
                 warnings.simplefilter("ignore")
                 jitted = torch.jit.script(model) if self.method == "script" else self._trace(model, example)
         except Exception as error:
@@ -154,7 +154,7 @@ class Jit(Compiled):
 F = TypeVar("F", bound=Callable[..., object])
 
 
-_LINKING_S = 5.0  # a linker may still be writing a younger file
+_LINKING_S = 5.0  # a linker may still be writing a newer file
 
 
 def drop_broken(folder: Path) -> list[Path]:
@@ -179,7 +179,7 @@ def _is_complete(file: Path) -> bool:
 
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-GRAPH_MODES = ("reduce-overhead", "max-autotune")  # on CUDA they capture what they compile as CUDA graphs
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # on CUDA they capture compiled code as CUDA graphs
 _USERS_CACHE = os.environ.get(CACHE_VARIABLE)
 
 
@@ -228,7 +228,7 @@ class Dynamo(Compiled):
             os.environ[CACHE_VARIABLE] = folder
             drop_broken(Path(folder))
         torch.compiler.reset()
-        # Whether float32 products may be rounded is said by `precision`, and was decided there.
+        # `precision` has decided whether float32 products may be rounded.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         self._on_exit.enter_context(torch._functorch.config.patch(activation_memory_budget=budget))
         self._seconds_before = dynamo_seconds()
@@ -243,8 +243,8 @@ class Inductor(Dynamo):
     effect = "close"
     changes = "fused kernels round otherwise"
     partitions_activations = True
-    graphs = "compile.mode={mode}"  # the setting that makes CUDA graphs, for messages
-    without_graphs = "compile.mode=default"  # one that makes none
+    graphs = "compile.mode={mode}"  # for messages: the setting that enables CUDA graphs
+    without_graphs = "compile.mode=default"  # and one without them
 
     def __init__(
         self,
@@ -320,7 +320,7 @@ class Regional(Inductor):
         return model
 
     def _compiled_if_grad(self, plain: Callable[..., object]) -> Callable[..., object]:
-        """Return a forward that is compiled only where gradients are enabled, because evaluation would recompile it."""
+        """Return a forward that runs compiled only with gradients enabled, because evaluation would recompile it."""
         compiled = self._compile(plain)
 
         @functools.wraps(plain)
@@ -331,12 +331,12 @@ class Regional(Inductor):
 
 
 def keeps_gradients(run: RunSpec) -> bool:
-    """True if gradients must outlive a backward: they are added up, or kept and set to zero."""
+    """True if gradients must outlive a backward: to be added up, or to be kept and set to zero."""
     return bool(run.batch.accumulation_steps != 1 or run.runtime.zero_grad == "memset")
 
 
 def keep_gradients(step: Step, context: BuildContext) -> Step:
-    """Return a step whose gradients outlive the next replay of a CUDA graph, where they have to."""
+    """Return the step, wrapped if its gradients have to outlive the next replay of a CUDA graph."""
     if not keeps_gradients(context.run) or context.device.type != "cuda":
         return step
     return KeptGradients(step, [p for p in context.model.parameters() if p.requires_grad])
@@ -384,8 +384,8 @@ class StepGraph(Dynamo):
     changes = "fused kernels round otherwise"
     captures_step = True
     crosses_devices = False
-    ranks_meet_in_forward = False  # what a recording holds of other ranks is the step's own all-reduce
-    warmup = 4  # one eager, one recorded, and on CUDA a first call of all updates of a replay, and its capture
+    ranks_meet_in_forward = False  # the step's own all-reduce is the only part of a recording that concerns other ranks
+    warmup = 4  # one eager, one recorded, and on CUDA one first call for all updates of a replay, and its capture
 
     def __init__(self, cudagraph: bool = True, updates_per_replay: Count = 1, cache_dir: str | None = None) -> None:
         self.cudagraph, self.updates_per_replay, self.cache_dir = cudagraph, updates_per_replay, cache_dir
@@ -409,7 +409,7 @@ class StepGraph(Dynamo):
                 "memory cannot be freed between updates): set precision.master=fp32 or compile=inductor"
             )
         for key, (given, neutral) in eager_only_settings(run).items():
-            yield f"{key}={given} has no effect in compile=step, which makes the update in its own way: set it to {neutral}"
+            yield f"{key}={given} has no effect in compile=step, which makes its own update: set it to {neutral}"
         wanting = {
             "compile.cudagraph=false replays nothing": not self.cudagraph,
             f"{run.named('loader')} brings each batch by itself (loader=resident has them on the device)": (
@@ -417,7 +417,7 @@ class StepGraph(Dynamo):
             ),
             f"{run.named('precision')} decides at each update whether it is made": run.precision.scales_loss,
             f"{run.named('ema')} averages the weights of each update": run.ema.active,
-            "phases have their turn at each update": bool(run.values["phases"]),
+            "phases take turns at each update": bool(run.values["phases"]),
         }
         yield from (self._one_by_one(why) for why, is_so in wanting.items() if is_so and self.updates_per_replay > 1)
 
@@ -459,7 +459,7 @@ class StepGraph(Dynamo):
 
     def checked(self, step: Step) -> Step:
         if self.updates_per_replay > 1 and step is not self._step:
-            wants = f"{type(step).__name__} wants each update by itself (of a callback, debug, the loss or the model)"
+            wants = f"{type(step).__name__} needs each update separately (a callback, debug, the loss or the model)"
             raise UserError(self._one_by_one(wants))
         return step
 
@@ -467,8 +467,8 @@ class StepGraph(Dynamo):
 class CudaGraph(Inductor):
     """torch.compile with mode=reduce-overhead: fused kernels, captured as CUDA graphs, one for each shape. CUDA only.
 
-    torch's backend "cudagraphs", which captures the eager kernels, is not used: it takes the parameters for inputs, and
-    copies all of them before each replay.
+    torch's backend "cudagraphs", which captures the eager kernels, is not used: it treats parameters as inputs, and copies
+    all of them before each replay.
     """
 
     effect = "close"

@@ -1,8 +1,8 @@
 """Replays compiled micro-batches on CUDA, each sequence of them by a single launch.
 
-Within a CUDA graph are the gathering of the inputs from a piece of the epoch, the learning rates, the micro-batches and the sum
-of their losses. What has to change between two replays is in memory that stays: the inputs or the place of the next ones in
-their piece, and the rates.
+A CUDA graph contains the gathering of inputs from a piece of the epoch, the learning rates, the micro-batches and the sum of
+their losses. Values that change between replays are in fixed memory: the inputs, or the place of the next ones in their piece,
+and the rates.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ Outputs = tuple[torch.Tensor, ...]
 class CapturedGraph:
     """Captures the second call of a function as a CUDA graph, and replays it from then on.
 
-    All take their memory from one `pool`. They never run at the same time, and what one returns has been read before the next
-    one runs.
+    All take their memory from one `pool`. They never run at the same time, and each result is read before the next one runs.
     """
 
     def __init__(self, run: Callable[[], Outputs], pool: _POOL_HANDLE) -> None:
@@ -40,7 +39,7 @@ class CapturedGraph:
         return self._call()
 
     def _first(self) -> Outputs:
-        """Load and autotune kernels, which a capture cannot do."""
+        """Load and autotune kernels, because a capture cannot."""
         self._call = self._second
         return self._run()
 
@@ -71,7 +70,7 @@ class CapturedGraph:
 def _end_capture_of_random_numbers() -> None:
     """Let the device draw random numbers again.
 
-    Where a capture fails, torch leaves the device's generator as if it were still captured: each later draw would raise
+    After a failed capture, torch leaves the device's generator in capture mode: each later draw would raise
     "Offset increment outside graph capture". A copy of the generator's state is not captured.
     """
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -89,7 +88,7 @@ def tensors_of(batch: MicroBatch) -> list[torch.Tensor]:
 
 
 class ReplayedShape:
-    """A compiled micro-batch of one shape, with the memory that it reads its inputs from where it is replayed."""
+    """A compiled micro-batch of one shape, with the memory for its inputs in replays."""
 
     def __init__(self, run: Callable[..., Outputs], batch: MicroBatch) -> None:
         self.run, self.last = run, batch.last
@@ -99,19 +98,19 @@ class ReplayedShape:
         self._given: list[torch.Tensor | None] = [None] * len(self.memory)
 
     def load(self, batch: MicroBatch, first: int) -> None:
-        """Copy a micro-batch's tensors from number `first` on; a weight or share that is there already is not copied again."""
+        """Copy a micro-batch's tensors from number `first` on, except an unchanged weight or share."""
         for number, given in enumerate(tensors_of(batch)[first:], first):
             if number < self.samples or given is not self._given[number]:
                 self.memory[number].copy_(given, non_blocking=True)
                 self._given[number] = given
 
     def has_weight(self, batch: MicroBatch) -> bool:
-        """Return whether all but its samples is in memory."""
+        """Return whether everything except its samples is in memory."""
         return all(a is b for a, b in zip(tensors_of(batch)[self.samples :], self._given[self.samples :], strict=True))
 
 
 class PlannedReplay(NamedTuple):
-    """A micro-batch to run, and the learning rates of the update that it ends."""
+    """A micro-batch to run, and the learning rates if it ends an update."""
 
     graph: ReplayedShape
     batch: MicroBatch
@@ -119,7 +118,7 @@ class PlannedReplay(NamedTuple):
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a view (n, values) of a tensor's n samples in the order of memory; None where other values lie between."""
+    """Return a view (n, values) of a tensor's n samples in memory order; None if other values lie between."""
     values = tensor[:1].numel()
     in_order = tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
     return tensor.as_strided((len(tensor), values), (values, 1)) if in_order else None
@@ -152,7 +151,7 @@ class Replays:
         )
 
     def __call__(self, works: Sequence[PlannedReplay]) -> Outputs:
-        """Run micro-batches that follow one another in a piece, or one."""
+        """Run consecutive micro-batches of a piece, or a single one."""
         gathers = self.gathers(works[0].batch)
         if gathers:
             self._load(works[0].batch)
@@ -198,7 +197,7 @@ class Replays:
             for graph in graphs:
                 if gathers:
                     rows = place + graph.rows
-                    for source, target in zip(memory, graph.memory, strict=False):  # weight and shares are there
+                    for source, target in zip(memory, graph.memory, strict=False):  # weight and shares are already copied
                         torch.index_select(source, 0, rows, out=flat(target))
                     place.add_(len(graph.rows))
                 if graph.last:

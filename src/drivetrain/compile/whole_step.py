@@ -30,7 +30,7 @@ from drivetrain.core.typed import StateDict
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[object, ...]  # what the micro-batches of one graph share
+Key = tuple[object, ...]  # common properties of one graph's micro-batches
 
 
 # Sorting by locality would move recomputed activations (activation checkpointing) from the backward into the forward.
@@ -47,7 +47,7 @@ def has_graphs(device: torch.device) -> bool:
 
 
 class CannotRecordError(Exception):
-    """A step cannot be recorded as one graph; the message is the reason."""
+    """The step cannot be recorded as one graph; the message is the reason."""
 
 
 class WholeStep:
@@ -73,18 +73,18 @@ class WholeStep:
         self._together = together
         self.seconds = 0.0  # spent recording and compiling
         self._eager, self._started = True, False
-        self._attempted = False  # a micro-batch of this update was recorded, or could not be
-        self._updated = False  # the update's last micro-batch has updated already
+        self._attempted = False  # this update has recorded a micro-batch, or failed to
+        self._updated = False  # the update's last micro-batch has already updated
         self._cleared = False  # and cleared the gradients
-        self._made: Outputs = ()  # whether it did, where the graph decides
+        self._made: Outputs = ()  # True if it did, in case the graph decides
         self._graphs: dict[Key, Compiled] = {}
         self._replays: Replays | None = None
         self._shapes: dict[Key, ReplayedShape] = {}  # of the replayed updates
-        self._waiting: list[PlannedReplay] = []  # micro-batches that will be run together
+        self._waiting: list[PlannedReplay] = []  # micro-batches waiting to run together
         self._loss_sum: torch.Tensor | None = None  # that graphs add to: of the first update
-        self._own_sum: torch.Tensor | None = None  # where they are called with another one
+        self._own_sum: torch.Tensor | None = None  # if they are called with another one
         self._trained: list[torch.nn.Parameter] = []  # parameters that get gradients
-        self._gradient_sums: list[torch.Tensor] = []  # their gradients, where an update has several micro-batches
+        self._gradient_sums: list[torch.Tensor] = []  # their gradients, if an update has several micro-batches
         self._lr_tensors: list[torch.Tensor] = []
         self._counters: list[tuple[StateDict, str, torch.device]] = []  # states, the names of their counters, and where
 
@@ -138,13 +138,13 @@ class WholeStep:
             self._call(lambda: replays(waiting))
 
     def settle(self) -> None:
-        """Run what waits for others to be run with, micro-batch by micro-batch."""
+        """Run the waiting micro-batches one by one."""
         waiting, self._waiting, replays = self._waiting, [], self._replays
         for work in waiting:
             self._call(lambda work=work: replays([work]))  # type: ignore[misc]
 
     def waits(self) -> bool:
-        """Return whether the last update waits for others to be made with."""
+        """Return whether the last update waits for a joint run."""
         return bool(self._waiting)
 
     def update(self) -> Made:
@@ -158,7 +158,7 @@ class WholeStep:
     def _update(self) -> Made:
         if self._updated:
             self._updated, self._cleared = False, True
-            return all(map(bool, self._made))  # read where loss scaling may skip an update, as an eager one does
+            return all(map(bool, self._made))  # read if loss scaling may skip an update, like an eager step
         trained = [p for p in self._model.parameters() if p.grad is not None]
         done = self.inner.update()
         if not self._started and done:
@@ -166,7 +166,7 @@ class WholeStep:
         return done
 
     def _keep_ranks_together(self) -> None:
-        """Go on without graphs where any rank has to, from rank 0's weights: a graph rounds otherwise, and ranks would drift."""
+        """Continue without graphs if any rank has to, from rank 0's weights: graphs round differently, and ranks would drift."""
         parallel = self._parallel
         if parallel is None or not any(parallel.broadcast_object(parallel.gather_object(self._eager))):
             return
@@ -175,7 +175,7 @@ class WholeStep:
         parallel.broadcast_tensors([p.detach() for p in self._trained] + self._optimizer_tensors())
 
     def zero_grad(self) -> None:
-        """Clear the gradients. Graphs clear their own; the sums are cleared in case an update is repeated."""
+        """Clear the gradients. Graphs clear their own; sums are cleared in case of a repeated update."""
         if self._eager:
             self.inner.zero_grad()
         elif self._gradient_sums and not self._cleared:
@@ -183,7 +183,7 @@ class WholeStep:
         self._cleared = False
 
     def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
-        """Return the inner step with another forward: a graph has none to replace."""
+        """Return the inner step with another forward, because a graph has none to replace."""
         return self.inner.with_forward(forward)
 
     def _call(self, run: Callable[[], Outputs]) -> Outputs:
@@ -193,7 +193,7 @@ class WholeStep:
             raise RuntimeError(f"compile=step: the graph of an update failed half-way: {first_line(error)}") from None
 
     def _start_graphs(self, trained: list[torch.nn.Parameter]) -> None:
-        """Use graphs from here on: the optimizer has its state, and it is known which parameters get gradients."""
+        """Use graphs from here on: the optimizer has its state, and the parameters with gradients are known."""
         self._trained, self._started, self._eager = trained, True, False
         device = trained[0].device
         self._lrs = [float(group["lr"]) for group in self._param_groups]
@@ -211,7 +211,7 @@ class WholeStep:
 
     def _copy_lrs(self) -> None:
         for i, group in enumerate(self._param_groups):
-            if group["lr"] != self._lrs[i] or self._replays is not None:  # which write the tensors too
+            if group["lr"] != self._lrs[i] or self._replays is not None:  # replays write the tensors too
                 self._lr_tensors[i].fill_(group["lr"])
                 self._lrs[i] = group["lr"]
 
@@ -227,7 +227,7 @@ class WholeStep:
         self._set_gradients(self._gradient_sums or [None] * len(self._trained))
         try:
             recording, self._made = self._trace(static, batch, loss_sum)
-        except Exception as error:  # user code may do anything with a tensor that is being recorded
+        except Exception as error:  # user code may do anything with a recorded tensor
             with torch.no_grad():
                 for tensor, value in zip(static, saved, strict=True):
                     tensor.copy_(value)
@@ -271,7 +271,7 @@ class WholeStep:
         return recording, outputs[0]
 
     def _trace_update(self) -> Outputs:
-        """Make the update and clear the gradients. Returns whether it was made, where that is known on the device only."""
+        """Make the update and clear the gradients. Returns whether it was made, if only the device knows."""
         with torch.no_grad():
             before = [(t, t.clone()) for t in self._optimizer_tensors()] if self._update_state() else []
             made: Made | torch.Tensor = self.inner.update()
@@ -313,7 +313,7 @@ class WholeStep:
         if numbers_now != numbers:
             raise CannotRecordError("the optimizer keeps count in Python")
         if {id(t) for t in tensors_now} != {id(t) for t in static}:
-            raise CannotRecordError("the optimizer or the model replaces tensors of its state where it could write into them")
+            raise CannotRecordError("the optimizer or the model replaces tensors of its state instead of writing into them")
         for node in recording.graph.nodes:
             schema = getattr(node.target, "_schema", None)
             for argument, value in zip(schema.arguments if schema else (), node.args, strict=False):

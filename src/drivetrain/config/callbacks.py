@@ -1,4 +1,4 @@
-"""The value `callbacks`: functions and classes of trusted packages by their dotted names, and those that plugins register."""
+"""The value `callbacks`: functions and classes of trusted packages by dotted name, and callbacks registered by plugins."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def problems(run: RunSpec) -> Iterator[str]:
             continue
         if made.needs_model and run.parallel.lockstep_evaluation:
             yield (
-                f"callbacks=[{name}] needs the model, and each rank holds only a part of it with {run.named('parallel')}: "
+                f"callbacks=[{name}] needs the model, but each rank holds only a part of it with {run.named('parallel')}: "
                 "set needs_model = False in the class, or parallel=ddp"
             )
 
 
 @dataclass(frozen=True)
 class Told:
-    """A callback of the user's: what is called at which event, with the event or, where it names `model`, with what it names."""
+    """A user's callback: its function for each event gets the event or, if it names `model`, the named arguments."""
 
     calls: Mapping[str, UserCall]
     every_update: bool = False
@@ -57,7 +57,7 @@ class Told:
 
     @classmethod
     def of(cls, setting: str, functions: Mapping[str, Callable[..., object]], watcher: type[Callback] | Callback) -> Told:
-        """Look up what the functions name, which are called at these events. Raises UserError."""
+        """Look up the named arguments of the functions for these events. Raises UserError."""
         calls = {
             event: UserCall(setting, function, offers=("event", "model"), positions=("event",), decides=("model",))
             for event, function in functions.items()
@@ -66,7 +66,7 @@ class Told:
         return cls(calls, watcher.every_update, needs_model)
 
     def tell(self, name: str, event: Event, model: Any) -> None:
-        """Tell of an event by its name."""
+        """Call the function for an event."""
         if call := self.calls.get(name):
             call(event=replace(event, model=model) if self.needs_model else event, model=model)
 
@@ -76,7 +76,7 @@ def load(name: str) -> Told:
     try:
         target = _registered()[name] if "." not in name else name.replace(":", ".")
         found = user_code.import_name(target)
-    except Exception as error:  # whatever the module raises
+    except Exception as error:  # the module may raise anything
         raise UserError(f"callbacks=[{name}] cannot be imported: {type(error).__name__}: {error}") from None
     if not callable(found) and not isinstance(found, Callback):
         raise UserError(

@@ -1,4 +1,4 @@
-"""The options there are: those that ship in conf/, those of installed plugins, and those of --config-dir."""
+"""The existing options: shipped in conf/, of installed plugins, and of --config-dir."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from drivetrain.core.machine.files import MB, read_json, read_text, read_yaml
 from drivetrain.core.machine.paths import conf_dir
 from drivetrain.core.typed import JsonMapping, JsonObject
 
-# groups whose options may be added up, as loss=[a,b], and the class that does
+# groups with summable options, as loss=[a,b], and the class of the sum
 SUMS = {"loss": "drivetrain.loss.sum.Sum"}
-PARTS = {"data": "sources"}  # the setting whose entries are further options of the group, by names of the user's
+PARTS = {"data": "sources"}  # the setting with further options of the group, by the user's names
 LISTS = ("surgery", "augment", "metrics", "logger")  # groups that take several options at once
-EXPERIMENTS = "experiment"  # the folder of a config dir that holds recipes, as Hydra's users name it
+EXPERIMENTS = "experiment"  # the recipe folder of a config dir, under the name of Hydra's users
 
 MOST = MB  # of an option's file
 
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML's C parser, where it was built with one
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML's C parser, if built with one
 
 _KEY = re.compile(r"(?P<key>\w+): (?P<default>.*\S)\s*# (?P<doc>.+)")
 _TARGET = re.compile(r"^_target_: (\S+)", re.M)
@@ -38,7 +38,7 @@ def root_config() -> JsonMapping:
 
 @cache
 def root_keys() -> Mapping[str, str]:
-    """Key of no group → its default and what it does, as conf/config.yaml has them."""
+    """Key of no group → its default and description, from conf/config.yaml."""
     lines = (conf_dir() / "config.yaml").read_text(encoding="utf-8").splitlines()
     rows = [match for line in lines if (match := _KEY.match(line))]
     return {row["key"]: f"{row['default']}, by default; {row['doc']}" for row in rows}
@@ -51,7 +51,7 @@ def default_options() -> JsonMapping:
 
 
 def other_folders(config_dirs: Sequence[str] = ()) -> tuple[Path, ...]:
-    """The folders beside conf/ that hold options: the plugins', then the user's."""
+    """The option folders besides conf/: the plugins', then the user's."""
     folders = (*(plugin.conf for plugin in plugins.plugins()), *map(Path, config_dirs))
     return tuple(dict.fromkeys(folder.resolve() for folder in folders))
 
@@ -91,7 +91,7 @@ def _owners(others: tuple[Path, ...]) -> Mapping[str, Mapping[str, Sequence[str]
 
 
 def option_keys(group: str, option: object, config_dirs: Sequence[str] = ()) -> set[str]:
-    """The keys of an option's file; none where there is no such option. Of a sum of several: their names, and `weights`."""
+    """The keys of an option's file, none without such an option. A sum has its options' names, and `weights`."""
     if isinstance(option, list) and group in SUMS:
         return {*map(str, option), "weights"}
     file = option_files(config_dirs).get(group, {}).get(str(option))
@@ -99,7 +99,7 @@ def option_keys(group: str, option: object, config_dirs: Sequence[str] = ()) -> 
 
 
 def still_applies(key: str, chosen: Mapping[str, object], config_dirs: Sequence[str] = ()) -> bool:
-    """True if a dotted key is one of the options that are `chosen` (group → option), or of a group that is not among them."""
+    """True if a dotted key belongs to a `chosen` option (group → option), or to a group without a choice."""
     group, _, setting = key.partition(".")
     if not setting or group not in chosen:
         return True
@@ -109,13 +109,13 @@ def still_applies(key: str, chosen: Mapping[str, object], config_dirs: Sequence[
 
 
 def _is_shared(file: Path) -> bool:
-    """True if a file beside options is none: it has keys that several of them share, and name under `defaults`."""
+    """True if a file holds keys shared by several options, which name it under `defaults`."""
     return file.stem.startswith("_")
 
 
 @lru_cache(maxsize=512)
 def _texts(file: Path) -> list[str]:
-    """The texts of an option's file, and of those with keys that it shares, which the `defaults` of either name."""
+    """The texts of an option's file, and of the shared files named by `defaults`."""
     text = file.read_text(encoding="utf-8")
     named = [f"{name}.yaml" for name in _parsed(text).get("defaults", []) if name != "_self_"]
     places = [(file.parent / name, conf_dir() / file.parent.name / name) for name in named]
@@ -130,7 +130,7 @@ def _parsed(text: str) -> JsonMapping:
 
 
 def content(file: Path) -> JsonMapping:
-    """The keys and values of an option's file, and then the keys that it shares with others."""
+    """The keys and values of an option's file, followed by shared keys."""
     every: JsonObject = {}
     for text in _texts(file):
         every |= {key: value for key, value in _parsed(text).items() if key not in every and key != "defaults"}
@@ -138,7 +138,7 @@ def content(file: Path) -> JsonMapping:
 
 
 def key_lines(file: Path) -> list[str]:
-    """The lines that have the keys of an option, with the comments beside them; of a key without one, that of a shared line."""
+    """The lines with an option's keys and comments; a key without a comment takes a shared line's."""
     found: dict[str, str] = {}
     for text in _texts(file):
         for line in text.splitlines():
@@ -151,7 +151,7 @@ def key_lines(file: Path) -> list[str]:
 
 
 def one_or_several(group: str, option: object) -> Any:
-    """A choice in the form that its group has it: a list for LISTS, and for SUMS where it is more than one."""
+    """A choice in its group's form: a list for LISTS, and for SUMS with more than one."""
     if group in LISTS:
         return option if isinstance(option, list) else [] if option is None else [option]
     if group in SUMS and isinstance(option, list):
@@ -160,7 +160,7 @@ def one_or_several(group: str, option: object) -> Any:
 
 
 def summary(file: Path) -> str:
-    """The first comment of an option's file: what the option buys."""
+    """The first comment of an option's file: the option's benefit."""
     comments = (line[1:].strip() for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
     return next((comment for comment in comments if not comment.startswith("@package")), "")
 
@@ -173,13 +173,13 @@ def when(file: Path) -> str:
 
 @cache
 def measured() -> Mapping[str, str]:
-    """Override → what `python -m bench.cards` measured of that option, or of it with a key, or why it has no figure."""
+    """Override → the figure of `python -m bench.cards` for that option, perhaps with a key, or the reason for none."""
     file = conf_dir() / "measured.json"
     return read_json(file) if file.exists() else {}
 
 
 def described(config_dirs: Sequence[str] = ()) -> dict[str, str]:
-    """What to write for each option and setting → its name with its description."""
+    """The text to type for each option and setting → its name with its description."""
     found = {key: f"{key} {text}" for key, text in root_keys().items()}
     for group, files in option_files(config_dirs).items():
         for name, file in files.items():
@@ -197,7 +197,7 @@ def target(file: Path) -> str:
 
 @cache
 def shipped_targets(group: str = "*") -> frozenset[str]:
-    """The dotted names of the classes that conf/ names, of one group or of all: a config may make these without trust."""
+    """The dotted names of conf/'s classes, of one group or all: a config may use these without trust."""
     groups = {name: files for name, files in _option_files(()).items() if group in (name, "*")}
     of_files = (target(file) for files in groups.values() for file in files.values())
     return frozenset({*of_files, *(SUMS[name] for name in SUMS if name in groups)})
@@ -210,7 +210,7 @@ def problems(config_dirs: Sequence[str] = ()) -> list[str]:
 
 
 def _misplaced(folder: Path) -> Iterator[str]:
-    """The reasons why a folder is none for --config-dir: it holds neither a folder of a group or of experiments, nor a recipe."""
+    """The reasons why a folder does not suit --config-dir: it has no folder of a group or of experiments, and no recipe."""
     known = {*default_options(), EXPERIMENTS}
 
     def holds_options(place: Path) -> bool:
@@ -235,7 +235,7 @@ def _problems(folders: tuple[Path, ...]) -> tuple[str, ...]:
 
 
 def _of_file(file: Path, files: Mapping[str, Mapping[str, Path]]) -> Iterator[str]:
-    """The reasons why a file is no option, or none that can be chosen."""
+    """The reasons why a file is no option or cannot be chosen."""
     group, text = file.parent.name, ""
     try:
         text, content = read_text(file.resolve(), MOST), read_yaml(file.resolve(), MOST)
@@ -243,7 +243,7 @@ def _of_file(file: Path, files: Mapping[str, Mapping[str, Path]]) -> Iterator[st
         yield f"{file}: not valid YAML: {getattr(error, 'strerror', None) or error}"
         return
     package = f"# @package {group}.{file.stem}"
-    if group == EXPERIMENTS or _is_shared(file):  # a recipe, which is read where it is named; or keys of several options
+    if group == EXPERIMENTS or _is_shared(file):  # a recipe, read when it is named; or keys of several options
         return
     if group not in files:
         yield f"{file}: there is no group '{group}': {did_you_mean(group, files)}"
@@ -253,6 +253,6 @@ def _of_file(file: Path, files: Mapping[str, Mapping[str, Path]]) -> Iterator[st
         owner = "ships with drivetrain" if chosen.is_relative_to(conf_dir()) else f"is also in {chosen}"
         yield f"{file}: {group}={file.stem} {owner}: give yours another name"
     elif not isinstance(content, dict) or not isinstance(content.get("_target_"), str):
-        yield f"{file}: an option is a mapping of its keys, with _target_: the dotted name of its class"
+        yield f"{file}: an option is a mapping of its keys, with _target_ as the dotted name of its class"
     elif group in LISTS and package not in text.splitlines():
-        yield f"{file}: several options of {group} are chosen at once, so each needs a key of its own: add the line '{package}'"
+        yield f"{file}: several options of {group} are chosen at once, so each needs its own key: add the line '{package}'"

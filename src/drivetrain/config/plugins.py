@@ -92,7 +92,7 @@ def _plugins(search_path: tuple[str, ...]) -> tuple[tuple[Plugin, ...], tuple[st
         if conf is not None:
             found.setdefault(entry.module, Plugin(package, conf))
         else:
-            what = f"{entry.module} has no folder conf/" if spec is not None else f"package {package} is missing"
+            what = f"{entry.module} has no folder conf/" if spec is not None else f"there is no package {package}"
             wrong.append(f"the installed package {owner} declares options in {entry.module}, but {what}: uninstall {owner}")
     return tuple(found.values()), tuple(wrong)
 

@@ -1,4 +1,4 @@
-"""Reading `stages`: parts of a run, each with changes of the run's config up to its boundary. Composes the config of each."""
+"""Reads `stages`, parts of a run with changes of its config up to a boundary, and composes the config of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNTIL = "until"
 
 @dataclass
 class Planned:
-    """A stage before its options are made."""
+    """A stage before its options exist."""
 
     label: str  # for messages
     until: Length | None
@@ -31,7 +31,7 @@ class Planned:
 
 
 def plan(composed: Composed, base_of: Mapping[str, type[Option]], problems: list[str]) -> list[Planned]:
-    """The stages that a config has, each composed; [] where there are none. `base_of`: group → its base class.
+    """The composed stages of a config, or []. `base_of`: group → its base class.
 
     After the last one, if it has an `until`, comes a stage with the run's own config.
     """
@@ -64,13 +64,13 @@ def _until_problems(label: str, until: object, needed: bool) -> Iterator[str]:
 
 
 def _refusal(key: str, value: object, base_of: Mapping[str, type[Option]]) -> str:
-    """The reason why no stage may change a key; "" where it may, or where composing finds no such key."""
+    """The reason why no stage may change a key; "" if it may, or if composing finds no such key."""
     group, _, setting = key.partition(".")
     if group == "stages":
-        return "a stage has no stages of its own"
+        return "a stage cannot have stages"
     if group not in base_of:
         if group in root_config():
-            return f"{key}={value}: it is for the whole run: set it beside stages"
+            return f"{key}={value}: it is for the whole run: set it outside of stages"
         return f"there is no '{key}': did you mean '{UNTIL}'?" if get_close_matches(group, [UNTIL]) else ""
     base = base_of[group]
     if base.stage_option if not setting else any(fnmatchcase(setting, pattern) for pattern in base.stage_keys):
@@ -79,13 +79,13 @@ def _refusal(key: str, value: object, base_of: Mapping[str, type[Option]]) -> st
     of_group = f" (of {group} a stage may change {', '.join(may)})" if may else ""
     if base.stage_keys == ("*",):
         of_group = f" (a stage may change the keys of {group}, not the option)"
-    return f"{key}={value} cannot change in the middle of a run: {base.why_fixed}{of_group}: set it beside stages"
+    return f"{key}={value} cannot change in the middle of a run: {base.why_fixed}{of_group}: set it outside of stages"
 
 
 def _composed(whole: Composed, changes: Mapping[str, object], label: str, problems: list[str]) -> Composed | None:
     """The run's config with these changes. Their problems are added to `problems`."""
     recipe, groups = whole.recipe, options(whole.config_dirs)
-    if recipe is not None and "stages" in recipe.values:  # what the recipe may not set, it may not set in a stage either
+    if recipe is not None and "stages" in recipe.values:  # keys forbidden to the recipe are forbidden in its stages too
         recipe = recipe.cell(dict(changes), groups)
     try:
         found = compose(whole.overrides, whole.config_dirs, recipe, {**changes, "stages": None})
@@ -98,7 +98,7 @@ def _composed(whole: Composed, changes: Mapping[str, object], label: str, proble
 
 
 def repeated(stages: Sequence[Planned]) -> Iterator[str]:
-    """A line for each stage that has the same config as the one before it."""
+    """A line for each stage with the same config as the stage before."""
     for before, stage in pairwise(stages):
         if before.composed.plain == stage.composed.plain:
             yield (f"{before.label} and {stage.label} have the same config: nothing changes at until={before.until}")

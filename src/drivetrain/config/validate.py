@@ -1,4 +1,4 @@
-"""Checking a composed config: every problem at once, before anything is built."""
+"""Checks a composed config: all problems at once, before anything is built."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ VALUES = Schema("the config", {  # the keys of conf/config.yaml that are no grou
 
 
 def validate(composed: Composed, own: bool = False, used: Collection[str] | None = None) -> RunSpec:
-    """The config's options as objects, after their rules have passed. Raises UserError with all problems; imports no torch.
+    """The config's options as objects, after passing their rules. Raises UserError with all problems; imports no torch.
 
-    What a recipe may not set is refused before an option is made. With `own` the recipe is a run's, which may choose own code.
-    `used` names the groups that are used; None: all. Rules of others are not asked: a finished run's data may be gone.
+    Keys forbidden to a recipe are refused before any option is made. With `own` the recipe is a run's, which may choose own
+    code. `used` names the groups in use; None: all. Rules of other groups are skipped: a finished run's data may be gone.
     """
     if composed.plain.get("trust"):
         paths.add_working_directory()
@@ -71,29 +71,29 @@ def validate(composed: Composed, own: bool = False, used: Collection[str] | None
 
 @dataclass
 class _Made:
-    """A config, of a run or of one of its stages, with the options that could be made of it."""
+    """A config of a run or a stage, with the options that could be made."""
 
-    plan: Planned  # without a label that of the run itself
+    plan: Planned  # with a label for a stage, without one for the run itself
     run: RunSpec
     classes: recipe_checks.Classes
-    options: list[Option]  # those that were made rightly, resolved; none where a value may be missing that any rule reads
+    options: list[Option]  # correctly made options, resolved; none if a value that any rule reads may be missing
 
     def problem(self, line: str) -> str:
-        """A problem of this config, for messages."""
+        """A problem with this config's label, for messages."""
         return f"{self.plan.label}: {line}" if self.plan.label else line
 
     def broken_rules(self, used: Collection[str] | None) -> list[str]:
-        """The rules of its options that are broken."""
+        """The broken rules of its options."""
         return _broken_rules(self.run, self.options, used) if _all_known(self.plan.composed) else []
 
 
 def _all_known(composed: Composed) -> bool:
-    """True if all words were understood, but for those of some groups."""
+    """True if all words were understood, except those of some groups."""
     return composed.doubtful <= set(options(composed.config_dirs))
 
 
 def _make_stages(whole: _Made, own: bool, problems: list[str]) -> list[_Made]:
-    """Compose and make the stages of a run, and let the run know them."""
+    """Compose and make the stages of a run, and add them to the run."""
     if not isinstance(whole.run.values.get("stages"), list):  # none, or they are wrong
         return []
     made = []
@@ -146,7 +146,7 @@ def _make_run(plan: Planned, own: bool, problems: list[str]) -> _Made:
 def _checked(
     prefix: str, takes: Schema, section: JsonObject, but: Container[str], composed: Composed
 ) -> tuple[JsonObject, dict[str, str]]:
-    """Check a section of the config, but for the keys `but`. Return the values, which are the caller's own, and key → problem.
+    """Check a section of the config, except the keys `but`. Return a copy of the values, and key → problem.
 
     Texts from the environment become what their keys take, in the section too.
     """
@@ -159,7 +159,7 @@ def _checked(
 
 
 def _resolve(run: RunSpec, made: Mapping[str, Sequence[Option | None]]) -> Iterator[Option]:
-    """Resolve the options of a run, group by group; those that ask for something wrong are left out."""
+    """Resolve the options of a run, group by group; options with wrong requests are left out."""
     for group, of_group in made.items():
         resolved = []
         for option in of_group:
@@ -171,12 +171,12 @@ def _resolve(run: RunSpec, made: Mapping[str, Sequence[Option | None]]) -> Itera
 
 
 def problems_of(run: RunSpec) -> list[str]:
-    """The problems that the rules of a run's options find."""
+    """The problems found by the rules of a run's options."""
     return _broken_rules(run, [*options_of(run)], None)
 
 
 def _broken_rules(run: RunSpec, options: Sequence[Option], used: Collection[str] | None) -> list[str]:
-    """The problems that options' rules find; a rule that depends on a wrong option or value is silent."""
+    """The problems found by options' rules; a rule that depends on a wrong option or value is silent."""
     problems: list[str] = []
     asked = options if used is None else [option for option in options_of(run, used) if option in options]
     rules: list[Callable[[], Iterable[str]]] = [partial(option.rules, run) for option in asked]
@@ -203,7 +203,7 @@ def validate_device(run: RunSpec, used: Collection[str] | None = None) -> None:
 
 
 def options_of(run: RunSpec, used: Collection[str] | None = None) -> Iterator[Option]:
-    """All options of a run, or those of the groups that are `used`."""
+    """All options of a run, or those of the groups `used`."""
     return (option for key, option in _by_group(run) if used is None or key.partition(".")[0] in used)
 
 
@@ -217,7 +217,7 @@ def _by_group(run: RunSpec) -> Iterator[tuple[str, Option]]:
 
 
 def _sections(group: str, composed: Composed) -> Iterator[tuple[str, JsonObject]]:
-    """The key of each of the group's options in the config, and its settings; before a sum, those of what it adds up."""
+    """The key and settings of each option of a group in the config; a sum's parts come before the sum."""
     section, choice = composed.plain.get(group) or {}, composed.choices[group]
     parts = section.get(PARTS[group]) if group in PARTS else None
     for name, given in parts.items() if isinstance(parts, dict) else ():
@@ -246,7 +246,7 @@ def _classes(
 
 
 def _class(group: str, prefix: str, target: str, trusted: Collection[str]) -> type[Option]:
-    """The class of an option. Raises UserError. No code is imported that is neither shipped nor trusted."""
+    """The class of an option. Raises UserError. Imports only shipped or trusted code."""
     said = f"{prefix}._target_={target}"
     if target not in shipped_targets() and (wrong := list(user_code.trust_problems(said, target, trusted))):
         raise UserError(wrong)
@@ -272,7 +272,7 @@ def _make(
     composed: Composed,
     problems: list[str],
 ) -> Option | None:
-    """One option as an object, or None with its `problems`. A sum gets the options that it adds up, which are `made` already."""
+    """One option as an object, or None with its `problems`. A sum gets its parts, which are already `made`."""
     if cls is None:
         return None
     below = f"{prefix}.{PARTS[prefix]}" if prefix in PARTS else prefix
@@ -285,7 +285,7 @@ def _make(
 
 
 def _near(target: str, group: str) -> str:
-    """The end of a message about a class that cannot be imported: similar ones there and in drivetrain; "" without one."""
+    """The end of a message about a failed import of a class: similar names there and in drivetrain, or ""."""
     known = {name.rpartition(".")[2]: name for name in shipped_targets(group)}
     if module := sys.modules.get(target.rpartition(".")[0]):
         known |= {name: f"{module.__name__}.{name}" for name, value in vars(module).items() if isinstance(value, type)}
@@ -294,14 +294,14 @@ def _near(target: str, group: str) -> str:
 
 
 def _instead(group: str, target: str) -> str:
-    """The remedy for a class that is no option: what ships of this name, what takes any class, or how to write an option."""
+    """The remedy for a class that is no option: the shipped option of this name, one that takes any class, or writing one."""
     name = target.rpartition(".")[2].lower()
     known = options()[group]
     if name in known:
         return f"{group}={name} is the option that ships for it"
     if "own" in known:
         return f"to use a class of yours as it is, set {group}=own {group}.target={target}"
-    base = importlib.import_module(f"drivetrain.{group}").__all__[0]  # what the package shows, and not what that derives from
+    base = importlib.import_module(f"drivetrain.{group}").__all__[0]  # the package's public class, not its base
     return f"write a class that derives from drivetrain.{group}.{base} and makes it: docs/extending.md shows one"
 
 
@@ -317,7 +317,7 @@ def _base(group: str) -> type[Option]:
 
 
 def _wrong_phases(given: JsonMapping | None, where: Where) -> dict[str, str]:
-    """Dotted key → problem of each setting of a phase of an update that is wrong."""
+    """Dotted key → problem of each wrong setting of an update's phases."""
     wrong: dict[str, str] = {}
     for name, settings in (given or {}).items():
         key = f"phases.{name}"
@@ -340,9 +340,9 @@ def identifying_keys(run: RunSpec) -> set[str]:
 
 
 def read_config(path: Path) -> JsonObject:
-    """A run's config.yaml as it stands there: references are not followed, for anybody may have written the file.
+    """A run's literal config.yaml: references are not followed, because the file is not trusted.
 
-    Raises OSError, and ValueError where it is no mapping of plain values, of a config's size and depth.
+    Raises OSError, and ValueError unless it is a mapping of plain values of a config's size and depth.
     """
     found = read_yaml(path)
     if not isinstance(found, dict):

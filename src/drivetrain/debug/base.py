@@ -35,7 +35,7 @@ class Debug(Option, groups.Debug):
         return evaluated
 
     def wrap_precision(self, precision: P) -> P:
-        """Return the precision or a wrapper that observes its methods, which are the phases of a step."""
+        """Return the precision, or a wrapper that observes its methods, the phases of a step."""
         return precision
 
     def wrap_step(self, step: Step) -> Step:
@@ -135,12 +135,12 @@ class Overfit(Debug):
         return [self._repeat_first_update]
 
     def _repeat_first_update(self, stream: Stream) -> Stream:
-        """Yield the first update's micro-batches again and again, in place of the stream."""
+        """Yield the first update's micro-batches repeatedly, instead of the stream."""
         stream.close()
         context = self._context
         samples, drop_last = context.batch.order.length, context.run.data.drop_last
         requests = context.batch.requests(context.seed, 0, context.parallel.data_world, drop_last)
-        first = one_update(requests)  # of the run, also when it is resumed
+        first = one_update(requests)  # from the run's start, even after a resume
         batch = list(context.read(first))
         start, skip = context.progress.epoch, context.progress.window
         for epoch in range(start, context.run.values["epochs"]):

@@ -31,7 +31,7 @@ NOISE = (0.1, 0.1, 0.01, 0.0)  # added to inputs at each attempt: at a kink (ReL
 
 
 class Call:
-    """A call: a function with its inputs and named parameters, which can be repeated at other points."""
+    """A repeatable call: a function with its inputs and named parameters."""
 
     def __init__(
         self, function: Callable[..., Tree], args: object, kwargs: object, parameters: Mapping[str, torch.Tensor]
@@ -90,7 +90,7 @@ class Call:
 
 
 def record_calls(model: torch.nn.Module, arguments: Tree) -> tuple[dict[str, Call], dict[str, str]]:
-    """Return each module's first call by name, innermost modules first, and the modules that cannot compute in float64."""
+    """Return each module's first call by name, innermost modules first, and the modules without float64."""
     left_out: dict[str, str] = {}
     for _ in model.modules():  # one more forward for each module that cannot
         calls, failure = _record_forward(model, arguments, left_out)
@@ -153,24 +153,24 @@ def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(like.shape, generator=generator).to(like.device)
 
 
-Difference = Annotated[float, Ge(1e-12), Le(1e-2)]  # outside, differences in float64 are rounding, or those of a curve
+Difference = Annotated[float, Ge(1e-12), Le(1e-2)]  # outside, differences in float64 come from rounding or curvature
 
 
 class WrongGradient(RuntimeError):
-    """A backward is not the derivative of its forward, or a double backward not that of its backward."""
+    """A backward is not its forward's derivative, or a double backward not its backward's."""
 
 
 @dataclass(frozen=True)
 class _Order:
     """The words of messages for a derivative's order."""
 
-    setting: str  # that asks for it
+    setting: str  # that requests it
     wrong: str
     checked: str
 
 
 FIRST = _Order("debug=gradcheck", "a backward is not its forward's derivative", "gradients")
-LOSS = "the loss of the whole model"  # in the place of a module's name
+LOSS = "the loss of the whole model"  # instead of a module's name
 SECOND = _Order("debug.second=true", "a double backward is not its backward's derivative", "second derivatives")
 
 
@@ -229,7 +229,7 @@ class Gradcheck(Debug):
             try:
                 copy = deepcopy(model).double().train()
             except Exception as error:
-                raise UserError(f"debug=gradcheck works on a copy of the model, and it cannot be copied: {error}") from None
+                raise UserError(f"debug=gradcheck works on a copy of the model, but copying fails: {error}") from None
             for module in copy.modules():
                 if isinstance(module, torch.nn.Embedding):
                     module.padding_idx = None  # the gradient of its row is left out on purpose
@@ -245,8 +245,8 @@ class Gradcheck(Debug):
     ) -> None:
         """Check the modules, innermost first, and then the loss. Raises WrongGradient, or logs what was checked.
 
-        What contains a wrong module or one of `left_out` is not checked. Modules that turn out not to be differentiable come
-        into `left_out`, with the reason.
+        Modules that contain a wrong one or one of `left_out` are not checked. Non-differentiable modules are added to
+        `left_out`, with the reason.
         """
         problems: dict[str, str] = {}
         told = set(left_out) if order is SECOND else set()
@@ -303,7 +303,7 @@ class Gradcheck(Debug):
 
 
 def _contains(name: str, others: Sequence[str] | dict[str, str]) -> bool:
-    """Return whether one of the others is the module `name` or inside of it."""
+    """Return whether one of `others` is the module `name` or inside of it."""
     return any(other == name or not name or other.startswith(f"{name}.") for other in others)
 
 

@@ -18,11 +18,11 @@ from drivetrain.core.options.option import BuildContext, CountOrZero, RunSpec
 from drivetrain.core.step.step import Stream, StreamWatcher
 from drivetrain.debug.base import Debug
 
-_OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")  # reads its step counters, which are on the CPU anyway
+_OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")  # reads its step counters, on the CPU anyway
 
 
 class HostSync(Debug):
-    """Names each line in the step that makes the host wait for the device, and counts how often it does.
+    """Names and counts the lines in the step that make the host wait for the device.
 
     On CUDA it uses torch.cuda.set_sync_debug_mode. Other devices have no such mode, and a CPU waits for nothing: there it
     finds the calls that would wait on CUDA. Intended reads of the training loop, at the end of an update, do not count.

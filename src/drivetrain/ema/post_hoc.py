@@ -1,4 +1,4 @@
-"""ema=post_hoc: averages whose width is chosen when the run is over."""
+"""ema=post_hoc: averages with a width chosen after the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PostHoc(Kept):
 
         β = (1 - 1 / t)^(γ + 1)   at update t
 
-    Each weights all updates so far in proportion to t^γ, so its width is a share of the run, however long that is. Both are
+    Each weights all updates so far in proportion to t^γ, so its width is a share of the run, of any length. Both are
     stored `snapshots` times in RUN/averages. From these, `drivetrain.ema.profiles` makes an average of another width.
     """
 
@@ -35,7 +35,7 @@ class PostHoc(Kept):
                 "set parallel=ddp, or ema=ema"
             )
         if not run.saving.active:
-            yield f"{name} stores averages to be used with a checkpoint, and {run.named('saving')} writes none: set saving=last"
+            yield f"{name} stores averages for use with a checkpoint, but {run.named('saving')} writes none: set saving=last"
         elif run.saving.sharded:
             yield f"{name} and saving.sharded=true exclude each other (averages are stored whole): set saving.sharded=false"
 
@@ -46,7 +46,7 @@ class PostHoc(Kept):
         self._powers = [profiles.power(width) for width in (self.width, self.wider)]
         self._second = [mean.clone() for mean in self._mean]
         self._run_dir = context.run_dir if context.writes_files else None
-        self._stored: dict[str, str] = {}  # updates of what was stored so far → SHA-256 of its file
+        self._stored: dict[str, str] = {}  # updates of each stored pair → SHA-256 of its file
         if self._run_dir is not None:
             profiles.refuse_link(self._run_dir)
         self._end = context.horizon.updates
@@ -63,7 +63,7 @@ class PostHoc(Kept):
             self._stored[str(t)] = profiles.store(self._run_dir, self.state_dict())
 
     def state_dict(self) -> StateDict:
-        second = dict(zip(self._names, self._second, strict=False))  # buffers that are copied come last
+        second = dict(zip(self._names, self._second, strict=False))  # copied buffers come last
         return {**super().state_dict(), "widths": [self.width, self.wider], "wider": second, "stored": dict(self._stored)}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -72,6 +72,6 @@ class PostHoc(Kept):
         if "wider" in state:
             for name, mean in zip(self._names, self._second, strict=False):
                 mean.copy_(state["wider"][name])
-        else:  # of another average, or of none: it begins again
+        else:  # the checkpoint has another average or none: it begins again
             self._updates = 0
             torch._foreach_copy_(self._second, self._mean)

@@ -1,4 +1,4 @@
-"""Power-function averages that are stored in a run, and one of another width that is made of them (Karras et al. 2024)."""
+"""Stored power-function averages of a run, and their combination to another width (Karras et al. 2024)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from drivetrain.ema.base import BELOW, NARROWEST
 from drivetrain.saving import checkpoint_io, manifest, space
 
 FOLDER = "averages"  # of a run's directory: <updates>.safetensors
-MOST_HEADER = 2**20  # bytes of a file of averages beside its tensors
-LARGEST_ERROR = 0.1  # of the profile that is wanted: beyond it the average would be of another width
+MOST_HEADER = 2**20  # bytes of a file of averages without its tensors
+LARGEST_ERROR = 0.1  # largest relative error of the wanted profile: beyond it the average would have another width
 
 logger = logging.getLogger(__name__)
 
 
 class StoredAverage(NamedTuple):
-    """One of the averages of a run: over its first `updates`, with weights in proportion to their number to this power."""
+    """An average of a run's first `updates`, with weights in proportion to the update number to this power."""
 
     updates: float
     power: float
@@ -43,10 +43,10 @@ def overlap(a: StoredAverage, b: StoredAverage) -> float:
 
 
 def shares(stored: list[StoredAverage], wanted: StoredAverage) -> tuple[list[float], float]:
-    """Of each stored average, the share that it has in the one that is closest to the `wanted` profile, by least squares.
+    """The share of each stored average in the combination closest to the `wanted` profile, by least squares.
 
-    The shares sum to 1 (the paper leaves that open), so that a weight that never moved is as it was. Beside them, the norm of
-    what is left of the wanted profile, relative to its own.
+    The shares sum to 1 (the paper leaves that open), so that a weight that never moved is unchanged. Also returns the
+    relative norm of the remaining difference from the wanted profile.
     """
     products = np.array([[overlap(a, b) for b in stored] for a in stored])
     aims = np.array([overlap(a, wanted) for a in stored])
@@ -59,7 +59,7 @@ def shares(stored: list[StoredAverage], wanted: StoredAverage) -> tuple[list[flo
 
 
 def refuse_link(run_dir: Path) -> None:
-    """Raise UserError where a run's averages would be written elsewhere: it may have come from a stranger."""
+    """Raise UserError if a run's averages would be written elsewhere: the run may come from a stranger."""
     if (run_dir / FOLDER).is_symlink():
         raise UserError(f"{run_dir / FOLDER} is a link, and a run's averages are written into its own directory: remove it")
 
@@ -77,7 +77,7 @@ def store(run_dir: Path, state: StateDict) -> str:
 
 
 def synthesised(run_dir: Path, state: StateDict, width: float) -> dict[str, torch.Tensor]:
-    """The average of a width, made of a checkpoint's `state` of ema=post_hoc and of what was stored before. Raises UserError."""
+    """The average of a width, from a checkpoint's `state` of ema=post_hoc and earlier stored averages. Raises UserError."""
     if not state.get("wider"):
         raise UserError(f"average={width:g}: {run_dir} has no averages to make this width from: the run needs ema=post_hoc")
     try:
@@ -96,7 +96,7 @@ def synthesised(run_dir: Path, state: StateDict, width: float) -> dict[str, torc
 
 
 def _check(state: StateDict) -> None:
-    """Raise ValueError where a state is none of ema=post_hoc: a run's directory may come from a stranger."""
+    """Raise ValueError unless a state is ema=post_hoc's: a run's directory may come from a stranger."""
     updates, widths, stored, tensors, wider = (state[key] for key in ("updates", "widths", "stored", "tensors", "wider"))
     if not (fits(updates, int) and updates > 0):
         raise ValueError(f"updates={updates!r:.80}")
@@ -109,21 +109,21 @@ def _check(state: StateDict) -> None:
 
 
 def _size(state: StateDict) -> int:
-    """The bytes of the two averages that a state holds, as many as a stored file of them has."""
+    """The bytes of a state's two averages, equal to those of a stored file."""
     found = [*state["tensors"].values(), *state["wider"].values()]
     return sum(tensor.nbytes for tensor in found if isinstance(tensor, torch.Tensor))
 
 
 def _verify(file: Path, sha256: str, most: int) -> None:
-    """Raise ValueError where a file is not the one that was stored, or larger than it could be, and OSError where it is none."""
-    if (size := file.stat().st_size) > most:  # before its bytes are read: a stranger's may be of any size
+    """Raise ValueError if a file is not the stored one or too large, and OSError if it is no file."""
+    if (size := file.stat().st_size) > most:  # before reading its bytes: a stranger's may have any size
         raise ValueError(f"{file.name} has {size:,} bytes")
     if manifest.sha256(file) != sha256:
         raise ValueError(f"the SHA-256 of {file.name} differs")
 
 
 def _power_of(width: float) -> float:
-    """The power of a width that was read. Raises ValueError."""
+    """The power of a width from a file. Raises ValueError."""
     if not NARROWEST <= width < BELOW:
         raise ValueError(f"a width of {width:g}")
     return power(width)
@@ -142,7 +142,7 @@ def _sum(earlier: list[tuple[int, Path]], state: StateDict, width: float) -> dic
             f"choose one nearer to {low:g} or {high:g}, or train with a larger ema.snapshots"
         )
     logger.info(f"average={width:g} of {len(stored)} stored averages, with an error of {error:.2%} of its profile")
-    made = dict(state["tensors"])  # buffers that are copied are the latest
+    made = dict(state["tensors"])  # copied buffers are the latest
     for name in state["wider"]:
         parts = [state["tensors"][name], state["wider"][name]]
         total = torch.zeros_like(parts[0], dtype=torch.float64)

@@ -1,1 +1,1 @@
-"""Finished runs, used: evaluated again, asked for predictions, exported."""
+"""The use of finished runs: evaluation, prediction, export."""

@@ -1,4 +1,4 @@
-"""Answers that a language model writes to prompts: greedy or drawn, a block of prompts at a time."""
+"""A language model's answers to prompts: greedy or sampled, a block of prompts at a time."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from drivetrain.data import Data
 from drivetrain.inference.inputs import PredictedSample
 from drivetrain.inference.predict import NO_ANSWER, Outputs
 
-STREAM = 15  # of the random numbers that answers are drawn by
+STREAM = 15  # key of the random numbers for sampling answers
 
 
 @dataclass
 class Answers(Outputs):
-    """Writes answers. One is a function of the prompt, its place among all of them and the seed, however blocks are cut."""
+    """Writes answers. An answer depends on its prompt, the prompt's number and the seed, not on the cut into blocks."""
 
     most: int = 256  # tokens of an answer
     temperature: float = 0.0  # 0: the likeliest token each time
-    stops: Sequence[str] = ()  # texts before which an answer ends, beside what ends those of training
+    stops: Sequence[str] = ()  # texts before which an answer ends, besides the ends learnt in training
     seed: int = 0
-    _first: int = 0  # the number of the next block's first prompt
+    _first: int = 0  # number of the next block's first prompt
 
     def __post_init__(self) -> None:
         if not hasattr(self.loaded.model, "generate"):
@@ -41,7 +41,7 @@ class Answers(Outputs):
         return ["answer"]
 
     def predict(self, batch: Sequence[PredictedSample]) -> None:
-        """Write the answers to the prompts of a batch, or why one cannot be had."""
+        """Yield the answers to the prompts of a batch, or the reasons for missing ones."""
         for sample in batch:
             sample.error = sample.error or self._problem(sample.x)
         able = {number: sample for number, sample in enumerate(batch, self._first) if sample.error is None}
@@ -60,7 +60,7 @@ class Answers(Outputs):
         return f"the prompt has {len(prompt)} tokens, and the model {self._positions} positions: shorten it"
 
     def _written(self, prompts: Sequence[torch.Tensor], numbers: torch.Tensor) -> list[str | None]:
-        """The answers to prompts, which are padded on the left; None where the model's outputs are no numbers."""
+        """The answers to left-padded prompts; None if the model's outputs are not numbers."""
         from transformers import GenerationConfig
 
         device, longest = self.loaded.device, max(map(len, prompts))
@@ -83,7 +83,7 @@ class Answers(Outputs):
 
 @dataclass
 class Drawing:
-    """Turns logits so that their maximum is a draw at a temperature, by noise that follows from (seed, prompt, token) alone."""
+    """Adds noise to logits, so that their maximum is a sample at a temperature: a function of (seed, prompt, token)."""
 
     temperature: float
     seed: int
@@ -91,7 +91,7 @@ class Drawing:
     begin: int  # the length of the prompts
 
     def __post_init__(self) -> None:
-        self.are_finite = torch.ones_like(self.numbers, dtype=torch.bool)  # (n,) whose likeliest token always had a number
+        self.are_finite = torch.ones_like(self.numbers, dtype=torch.bool)  # (n,) True if all chosen logits were finite
 
     def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         self.are_finite &= logits.amax(1).isfinite()
@@ -99,13 +99,13 @@ class Drawing:
             return logits
         keys = rng.keys(self.seed, ids.shape[1] - self.begin, self.numbers, STREAM).unsqueeze(1)
         each = rng.uniform(self.seed, 0, keys + torch.arange(logits.shape[1], device=logits.device), STREAM)
-        noise = -(-each.clamp(min=2.0**-25).log()).log()  # Gumbel's: the largest sum is drawn as softmax says
+        noise = -(-each.clamp(min=2.0**-25).log()).log()  # Gumbel noise: the largest sum is a sample from the softmax
         return logits.float() / self.temperature + noise
 
 
 @dataclass
 class Ending:
-    """The end of each row's answer: a row ends once it has written one of the texts that end an answer."""
+    """The end of each row's answer: a row ends once it contains one of the stop texts."""
 
     texts: Callable[[Sequence[int]], str]  # of tokens
     stops: Sequence[str]

@@ -1,6 +1,6 @@
 """`drivetrain card RUN`: a model card in the form of Hugging Face's hub, from the run's own files.
 
-Text from outside is text in it: it is written as code, and what its front matter holds is quoted by YAML.
+Text from outside stays text: it is written as code, and YAML quotes it in the front matter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from drivetrain.ui.terminal import duration, number
 Row = tuple[str, float, str, str]  # metric, value, set, and the 95 % interval of a share of samples
 FILL_IN = "*To fill in:*"
 SHOWN = 20  # names of classes, or of columns
-# What is predicted, and from what → the hub's name of the task.
+# (targets, inputs) → the hub's name of the task.
 TASKS = {
     ("class", "image"): "image-classification", ("labels", "image"): "image-classification",
     ("mask", "image"): "image-segmentation",
@@ -99,14 +99,14 @@ def write(run: RunFiles, path: Path) -> Path:
     if not run.path.is_dir():
         raise UserError(f"{run.path} is no run's directory: name one such as outputs/<date>/<time>-<id>")
     if run.result is None:
-        raise UserError(f"{run.path} has no result.json: a card is of a run that has ended")
+        raise UserError(f"{run.path} has no result.json: a card needs a run that has ended")
     with writing(path):
         files.write_text(path, text(run))
     return path
 
 
 def text(run: RunFiles, library: str = "drivetrain", base: str | None = None, use: Sequence[str] = ()) -> str:
-    """The card, of a model that this library loads; `base` is the hub's name of what it began from, `use` says how to load it."""
+    """The card of a model for this library; `base` is the hub's name of its initial model, `use` the code that loads it."""
     result = run.result
     assert result is not None
     checkpoint, _ = manifest.newest_valid(run.path)
@@ -135,7 +135,7 @@ def text(run: RunFiles, library: str = "drivetrain", base: str | None = None, us
         versions=", ".join(
             code(f"{of} {value}") for of, value in {"drivetrain": run.environment.get("drivetrain"), **versions}.items() if value
         ),
-        # Its comments name what belongs to this machine. Indented, a line is code whatever it holds.
+        # Its comments name machine-local values. Any indented line is code.
         recipe="\n".join(f"    {line}" for line in lines if not line.lstrip().startswith("#")),
     )  # fmt: skip
 
@@ -157,7 +157,7 @@ def _front(run: RunFiles, about: JsonMapping, library: str, base: str | None, na
 
 
 def _takes(run: RunFiles, about: JsonMapping) -> str:
-    """The sentence on what the model takes and gives; "" where that is not known."""
+    """The sentence on the model's inputs and outputs; "" if unknown."""
     outputs, shape, predicts = about.get("outputs"), about.get("shape"), PREDICTS.get(str(about.get("targets")))
     if not predicts or not outputs:
         return ""
@@ -169,14 +169,14 @@ def _takes(run: RunFiles, about: JsonMapping) -> str:
 
 
 def _data_set(run: RunFiles) -> str:
-    """The name of the folder or file that the run's data is read from, without where it is on this machine; "" without one."""
+    """The name of the data's folder or file, without its path on this machine; "" without one."""
     local = run.environment.get("machine_local")
     given = [local.get(key) for key in ("data.path", "data.root")] if isinstance(local, dict) else []
     return next((Path(place).name for place in given if isinstance(place, str)), "")
 
 
 def _columns(run: RunFiles) -> list[str]:
-    """The columns that a model of tables takes; [] for another one."""
+    """The input columns of a model of tables; [] for other models."""
     with suppress(OSError, ValueError):
         found = files.read_json(run.path / "table.json")
         return found["inputs"] if isinstance(found, dict) and fits(found.get("inputs"), list[str]) else []
@@ -189,12 +189,12 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def code(said: object) -> str:
-    """A text as code on one line, in which nothing is markup, also within a table."""
+    """A text as code on one line, without any markup, even within a table."""
     return f"`{' '.join(plain(str(said)).split()).replace('`', chr(39)).replace('|', '¦')}`"
 
 
 def prose(said: str) -> str:
-    """A text on one line, in which nothing is markup."""
+    """A text on one line, without any markup."""
     return re.sub(r"[\\`*_{}\[\]<>#|!&~]", r"\\\g<0>", " ".join(plain(said).split()))
 
 

@@ -1,4 +1,4 @@
-"""Evaluates a finished run again: on any set, any device and any ranks, by the evaluation that training has."""
+"""Evaluates a finished run again: on any set, any device and any ranks, with training's own evaluation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from drivetrain.ui.progress import Rate
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
 
-TOLD = "evaluated.json"  # in the evaluation's own folder: the number of samples, and where they come from
+TOLD = "evaluated.json"  # in the evaluation's own folder: the number and origin of the samples
 
 
 @dataclass
@@ -37,15 +37,15 @@ class Evaluation:
 
     run: str
     update: int
-    average: bool | float  # whether these are the averaged weights; a number: those of this width
+    average: bool | float  # True for the averaged weights; a number: the average of this width
     split: str  # the set: test or validation
     metrics: dict[str, float]
-    overrides: list[str]  # what differs from the run's own config
+    overrides: list[str]  # differences from the run's own config
     world_size: int
     device: str | None
-    samples: int  # in the set
-    source: str  # where they come from
-    shares: dict[str, int]  # figure that is a share of samples → how many these are
+    samples: int  # number in the set
+    source: str  # their origin
+    shares: dict[str, int]  # figure that is a share of samples → their number
 
 
 def evaluate(
@@ -53,11 +53,11 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a finished run on its own test set, or on its validation set. Raises UserError, and Interrupted at a signal.
 
-    Overrides change its config, such as `data=…` or `parallel=ddp`. With the run's own ranks, batches and device the figures are
-    those of training to the last digit; other ones add the same numbers in another order.
+    Overrides change its config, such as `data=…` or `parallel=ddp`. With the run's own ranks, batches and device the figures
+    equal training's to the last digit; others add the same numbers in another order.
     """
     choice, run_dir = choice or Choice(), directory.named(run_dir)
-    average = ["ema=none"] if choice.average else []  # the averaged weights take the place of the trained ones
+    average = ["ema=none"] if choice.average else []  # the averaged weights replace the trained ones
     finished = find("drivetrain evaluate", Path(run_dir), [*average, *overrides], config_dirs, choice)
     checkpoint = finished.checkpoint
     if (about := manifest.about(checkpoint)) and _on_other_data(finished.job, Path(run_dir)):
@@ -83,7 +83,7 @@ def evaluate(
 
 
 def _place(data: Data) -> tuple[str, str] | None:
-    """The setting that names the file or folder of the data, and its value; None where there is none."""
+    """The setting for the file or folder of the data, and its value; None without one."""
     return next(((key, str(value)) for key in ("path", "root") if (value := getattr(data, key, None)) is not None), None)
 
 
@@ -97,7 +97,7 @@ def _on_other_data(job: Job, run_dir: Path) -> bool:
 
 
 def _own_data(job: Job, overrides: Sequence[str], run_dir: Path, about: JsonObject) -> OwnData:
-    """The facts that the run keeps of its own data, and how much of the other data the command asks for."""
+    """The run's facts about its own data, and the requested share of other data."""
     given = set(map(key_of, overrides))
     holdout = getattr(job.run.data, "holdout", None) if "data.holdout" in given else None
     trained_on = str((about.get("data") or {}).get("hash", ""))
@@ -105,7 +105,7 @@ def _own_data(job: Job, overrides: Sequence[str], run_dir: Path, about: JsonObje
 
 
 def _source(job: Job, origin: str) -> str:
-    """The place that the samples come from, in words."""
+    """The origin of the samples, in words."""
     data = Data.of(job.run)
     place = _place(data)
     named = job.run.named("data") if place is None else place[1]
@@ -115,7 +115,7 @@ def _source(job: Job, origin: str) -> str:
 
 
 def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, about: JsonObject, choice: Choice, kind: TargetKind | None) -> None:
-    """Load the weights, without the state that only training needs, and evaluate them. Called on all ranks."""
+    """Load the weights without training state, and evaluate them. Called on all ranks."""
     StopFlag.nothing_to_save()
     manifest.check_classes(about, trainer.writer.about)
     weights, state = worker.load(checkpoint, trainer.parallel)
@@ -123,7 +123,7 @@ def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, about: JsonObject,
     no_optimizer: JsonObject = {"param_groups": [], "state": {}}
     weights, state = trainer.parallel.shard_state_dict(weights, {**state, "optimizer": no_optimizer})
     load_weights(trainer.model, weights)
-    trainer.precision.load_state_dict({})  # its own copies of the weights, where it keeps some
+    trainer.precision.load_state_dict({})  # its own copies of the weights, if it keeps some
     trainer.batch.load_state_dict(state["batch"])
     if trainer.ema.active:
         trainer.ema.load_state_dict(state["ema"])
@@ -144,7 +144,7 @@ def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, about: JsonObject,
 
 
 def _counting(show: Callable[[int], None]) -> StreamWatcher:
-    """Show how many samples have been delivered."""
+    """Show the number of delivered samples."""
 
     def watch(stream: Stream) -> Stream:
         samples = 0

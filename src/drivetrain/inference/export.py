@@ -1,4 +1,4 @@
-"""Exports a finished run as a file to use without drivetrain, and checks that the file gives the same output."""
+"""Exports a finished run as a file for use without drivetrain, and checks the file's output."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from drivetrain.ui.output import writing
 
 SUFFIX = {"safetensors": ".safetensors", "torch.export": ".pt2", "onnx": ".onnx", "torchscript": ".ts", "transformers": ""}
 TOLERANCE = 1e-5  # of the largest output
-LARGE = 1_500_000_000  # bytes: an ONNX file of more than 2 GB keeps its weights in a file beside it
+LARGE = 1_500_000_000  # bytes: an ONNX file of more than 2 GB keeps its weights in a second file
 Axes = dict[int, object]
 Run = Callable[[Tree], torch.Tensor]
 
 
 def format_named(word: str) -> str | None:
-    """The format that a word names: by its own name, or as onnx, pt2 or ts; None where it names none."""
+    """The format of a word: its own name, or onnx, pt2 or ts; None for other words."""
     names = {kind: kind for kind in SUFFIX} | {own.removeprefix("."): kind for kind, own in SUFFIX.items() if own}
     return names.get(word.lower())
 
 
 def format_of(path: Path | None, given: str | None) -> str:
-    """Return the format that was named, or that a file's suffix names; the weights alone where neither says one.
+    """Return the named format, or the format of a file's suffix; without either, the weights alone.
 
-    Raises UserError where they say different ones, and for a suffix that says none.
+    Raises UserError if the two differ, and for a suffix without a format.
     """
     suffix = path.suffix if path is not None else ""
     by_suffix = {own: kind for kind, own in SUFFIX.items() if own}.get(suffix.lower())
@@ -68,8 +68,8 @@ def format_of(path: Path | None, given: str | None) -> str:
 def write(finished: Finished, path: Path, kind: str, with_normalize: bool = False, adapter: bool = False) -> str:
     """Write a run's model as a file, or as a folder of transformers, and check it; return what to print. Raises UserError.
 
-    With `with_normalize` the file takes inputs as the data set has them; else they are normalised before. With `adapter` the
-    folder has the adapter alone.
+    With `with_normalize` the file takes the data set's own values; otherwise normalised ones. With `adapter` the folder has only
+    the adapter.
     """
     update = finished.checkpoint.name
     if kind == "safetensors":
@@ -82,7 +82,7 @@ def write(finished: Finished, path: Path, kind: str, with_normalize: bool = Fals
 
 
 def _write_weights(finished: Finished, path: Path) -> int:
-    """Write the weights alone, under the model's own names; return how many."""
+    """Write only the weights, under the model's own names; return their number."""
     import safetensors.torch
 
     weights = {name: t.contiguous() for name, t in finished.weights().items()}
@@ -91,12 +91,12 @@ def _write_weights(finished: Finished, path: Path) -> int:
         safetensors.torch.save_file(weights, temporary, manifest.as_metadata(about))
         written = safetensors.torch.load_file(temporary)
         if not all(torch.equal(written[name], t) for name, t in weights.items()):
-            raise UserError(f"{path} was not written: what is read from it are other weights")
+            raise UserError(f"{path} was not written: reading it gives other weights")
     return len(weights)
 
 
 def _with_files(about: JsonMapping, run_dir: Path) -> JsonObject:
-    """The facts that a model must know, with the texts of the files by which its inputs are encoded. Raises UserError."""
+    """The facts for using a model, with the texts of the files that encode its inputs. Raises UserError."""
     kept = KeptFiles(run_dir, about.get("files") or {})
     return {**about, "files": {name: kept[name] for name in about.get("files") or {}}}
 
@@ -127,7 +127,7 @@ def _write_program(loaded: LoadedRun, path: Path, kind: str, with_normalize: boo
             write(program, example.contiguous(), _axes(loaded), temporary, manifest.as_metadata(about))
         except (UserError, OSError):
             raise
-        except Exception as error:  # an exporter refuses what it cannot express, in its own words
+        except Exception as error:  # exporters refuse models with errors of any type
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(
                 f"--format {kind} cannot express this model ({type(error).__name__}: {lines[0]}): try another format"
@@ -137,9 +137,9 @@ def _write_program(loaded: LoadedRun, path: Path, kind: str, with_normalize: boo
 
 
 def _compared(ours: Run, theirs: Run, loaded: LoadedRun, path: Path, instead: str = "") -> str:
-    """The words on how near the outputs of what was written are to the model's, for other batches than it was traced with.
+    """A remark on the difference between the file's outputs and the model's, for other batches than the traced one.
 
-    Raises UserError where they differ.
+    Raises UserError if they differ.
     """
     example, generator, worst, fixed = _example(loaded), torch.Generator().manual_seed(0), 0.0, ""
     half = (5, 0.5 if loaded.transforms.tokens else 1.0)
@@ -151,7 +151,7 @@ def _compared(ours: Run, theirs: Run, loaded: LoadedRun, path: Path, instead: st
             x = torch.randn(shape, generator=generator) if is_float else torch.randint(numbers, shape, generator=generator)
         try:
             expected, found = ours(x), theirs(x)
-        except Exception:  # a network, and each runtime, refuses a length in its own words
+        except Exception:  # networks and runtimes refuse a length with errors of any type
             if share == 1:
                 raise
             fixed = f", for texts of {example.shape[1]} tokens alone"
@@ -167,18 +167,18 @@ def _compared(ours: Run, theirs: Run, loaded: LoadedRun, path: Path, instead: st
 
 
 def _example(loaded: LoadedRun) -> Tree:
-    """A batch of two zeros; of a run on packed texts the tokens alone, as one that predicts reads them."""
+    """A batch of two zeros; for packed texts only the tokens, as in prediction."""
     example = loaded.example()
     return example["input_ids"] if isinstance(example, dict) and getattr(loaded.run.data, "packing", False) else example
 
 
 def _axes(loaded: LoadedRun) -> Axes:
-    """The axes that may be of another size: that of samples, and a text's length where the model takes any."""
+    """The axes of variable size: samples, and a text's length if the model takes any."""
     return {0: torch.export.Dim("batch", min=1), **({1: torch.export.Dim.AUTO} if loaded.transforms.tokens else {})}
 
 
 class _Normalized(torch.nn.Module):
-    """A model that normalises its inputs itself."""
+    """A model that normalises its own inputs."""
 
     mean: torch.Tensor
     std: torch.Tensor
@@ -196,7 +196,7 @@ class _Normalized(torch.nn.Module):
 
 @contextmanager
 def _atomic(path: Path) -> Iterator[Path]:
-    """A file or folder to write, which takes the place of `path` once all went well, with what was written beside it."""
+    """A temporary file or folder that replaces `path` after success, along with files written next to it."""
     folder = path.with_name(f".writing-{path.name}")
     files.remove(folder)
     try:
@@ -206,7 +206,7 @@ def _atomic(path: Path) -> Iterator[Path]:
                 warnings.simplefilter("ignore")
                 yield folder / path.name
             for file in filter(Path.is_file, folder.rglob("*")):
-                file.chmod(folder.stat().st_mode & 0o666)  # as the umask says: safetensors lets only its owner read it
+                file.chmod(folder.stat().st_mode & 0o666)  # by the umask, because safetensors lets only the owner read it
             for made in list(folder.iterdir()):
                 made.replace(path.with_name(made.name))
     finally:
@@ -215,7 +215,7 @@ def _atomic(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _without_messages() -> Iterator[None]:
-    """Exporters log and print much about their own ways; what ends an export is an exception."""
+    """Silence the exporters' logs and prints; failures raise exceptions."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -229,7 +229,7 @@ def _write_exported_program(
     model: torch.nn.Module, example: torch.Tensor, axes: Axes, path: Path, about: Mapping[str, str]
 ) -> None:
     program = torch.export.export(model, (example,), dynamic_shapes=(axes,))
-    written = io.BytesIO()  # a disk that is full ends the process within torch's own writer
+    written = io.BytesIO()  # on a full disk torch's own writer would end the process
     torch.export.save(program, written, extra_files=dict(about))
     path.write_bytes(written.getbuffer())
 
@@ -270,7 +270,7 @@ def _write_onnx(model: torch.nn.Module, example: torch.Tensor, axes: Axes, path:
 
 
 def _read_onnx(path: Path) -> Run | None:
-    """The file as onnxruntime runs it; None where that is not installed."""
+    """The file in onnxruntime; None if that is not installed."""
     if find_spec("onnxruntime") is None:
         return None
     import onnxruntime
@@ -280,7 +280,7 @@ def _read_onnx(path: Path) -> Run | None:
 
 
 def _write_folder(finished: Finished, folder: Path, adapter: bool) -> str:
-    """Write the model, merged, or its adapter alone, with the tokenizer and a model card, for transformers, or peft, to read."""
+    """Write the merged model for transformers, or only its adapter for peft, with the tokenizer and a model card."""
     run = finished.job.run
     option = run.model
     if not isinstance(option, Transformers):
@@ -318,7 +318,7 @@ def _write_folder(finished: Finished, folder: Path, adapter: bool) -> str:
 def _write_whole(loaded: LoadedRun, written: Path, folder: Path) -> str:
     """Write the model of transformers, and compare its outputs with those of the files read again."""
     model: Any = loaded.model
-    model.config.use_cache = True  # switched off for training; who generates wants it
+    model.config.use_cache = True  # off in training, but needed to generate
     model.save_pretrained(written)
     model.config.use_cache = False
     again = type(model).from_pretrained(written, use_safetensors=True)
@@ -327,7 +327,7 @@ def _write_whole(loaded: LoadedRun, written: Path, folder: Path) -> str:
 
 
 def _check_adapter(loaded: LoadedRun, option: Transformers, written: Path, folder: Path) -> str:
-    """Compare the model's outputs with those of its base with the adapter, as peft reads them."""
+    """Compare the model's outputs with those of peft's reading of base and adapter."""
     if find_spec("peft") is None:
         return " (not checked: pip install peft)"
     if (kept := Lora.of(loaded.run).base) != "full":
@@ -345,7 +345,7 @@ def _check_adapter(loaded: LoadedRun, option: Transformers, written: Path, folde
 
 
 def _same_outputs(again: torch.nn.Module, loaded: LoadedRun, folder: Path, instead: str = "") -> str:
-    """Compare a model's outputs with those of one that was read again; return the words on it. Raises UserError."""
+    """Compare a model's outputs with those of its reread copy; return a remark. Raises UserError."""
     model = loaded.model
     again.eval()
 

@@ -1,4 +1,4 @@
-"""A finished run, found again: its config, one of its checkpoints, and the weights in it."""
+"""A finished run on disk: its config, one of its checkpoints, and the checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ OFF = (
     "augment=[]", "checkpointing=none", "clip=none", "compile=none", "debug=none", "logger=[]", "optimizer=sgd",
     "scheduler=constant", "stop=none", "select=null", "batch.preallocate=false", "data.drop_last=false", "callbacks=[]",
 )  # fmt: skip
-EVALUATED = {"data", "precision", "model", "batch", "ema"}  # groups that a stage may change, and an evaluation depends on
+EVALUATED = {"data", "precision", "model", "batch", "ema"}  # groups that a stage may change and that affect an evaluation
 ONE_PROCESS = "parallel=single"
-# The groups that a model in use needs. Rules of other groups are not asked: the run's data, teacher or loader may be gone.
+# The groups needed to use a model. Rules of other groups are skipped: the run's data, teacher or loader may be gone.
 MODEL_ALONE = ("runtime", "parallel", "precision", "model", "surgery", "batch")
 
 Update = CountOrZero | Literal["best", "last"] | None
@@ -38,26 +38,26 @@ Update = CountOrZero | Literal["best", "last"] | None
 
 @dataclass
 class Choice:
-    """Which weights of a run to use."""
+    """The choice of a run's weights."""
 
-    update: Update = None  # None: the best where the run kept it, else the last
-    # The averaged weights, instead of the trained ones; a number: the average of this width. None: the average where there is one
+    update: Update = None  # None: the best if the run kept it, else the last
+    # The averaged weights instead of the trained ones; a number: the average of this width. None: the average if it exists
     average: bool | Width | None = None
     split: Literal["test", "validation"] = "test"  # the set to evaluate on
 
 
 @dataclass
 class Finished:
-    """A finished run, and the checkpoint that is chosen."""
+    """A finished run and its chosen checkpoint."""
 
     run_dir: Path
-    job: Job  # its config, without what only training needs
-    used: Collection[str] | None  # the groups of options that will be used; None: all
+    job: Job  # its config without training-only options
+    used: Collection[str] | None  # the groups of used options; None: all
     checkpoint: Path
     average: bool | float | None
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Read the chosen weights, under the plain model's own names: with its adapters merged in. Raises UserError."""
+        """Read the chosen weights under the plain model's own names, with adapters merged. Raises UserError."""
         from drivetrain.saving import checkpoint_io
 
         return low_rank.merged(chosen_weights(self.checkpoint, *checkpoint_io.load(self.checkpoint), self.average))
@@ -71,9 +71,9 @@ def find(
     choice: Choice | None = None,
     used: Collection[str] | None = None,
 ) -> Finished:
-    """Find a run and one of its checkpoints. Raises UserError, which tells to type `verb`; imports no torch.
+    """Find a run and one of its checkpoints. Raises UserError, whose message suggests `verb`. Imports no torch.
 
-    `used` names the groups of options that will be used; None: all.
+    `used` names the groups of used options; None: all.
     """
     choice, run_dir = choice or Choice(), directory.named(run_dir)
     recorded = recorded_environment(run_dir)
@@ -82,7 +82,7 @@ def find(
     settings = recorded_settings(recorded, words)
     own = is_of_this_user(recorded)
     try:
-        # The trust, paths and devices in a stranger's files are not taken.
+        # Trust, paths and devices from a stranger's files are ignored.
         dirs, taken = (config_dirs or recorded.get("config_dirs", []), settings) if own else (config_dirs, {})
         job = of_run(run_dir, [*_of_stage(run_dir, dirs, taken, given, choice, used), *words], dirs, taken, used)
     except UserError as error:
@@ -102,9 +102,9 @@ def _of_stage(
     choice: Choice,
     used: Collection[str] | None,
 ) -> list[str]:
-    """The overrides that give a run with stages the settings of the one that made its chosen checkpoint; [] without stages.
+    """The overrides with the settings of the stage that made the chosen checkpoint; [] without stages.
 
-    Of groups that the command chooses itself (`given`), and of what only training needs, they leave all out.
+    They leave out groups chosen by the command (`given`) and training-only options.
     """
     if not recipes.read_of_run(run_dir).values.get("stages"):
         return []
@@ -122,7 +122,7 @@ def _refusal(
     recorded: JsonObject,
     config_dirs: Sequence[str],
 ) -> UserError:
-    """The error, and if the run named code of its own, how to allow it."""
+    """The error and, if the run named its own code, the way to allow it."""
     code = ("trust", "model.target", "data.target", "data.root", "data.path")
     missing = [f"{key}={format_value(value)}" for key, value in settings.items() if key in code and value]
     missing += [] if config_dirs else [word for folder in recorded.get("config_dirs") or [] for word in ("--config-dir", folder)]
@@ -159,7 +159,7 @@ def checkpoint_of(run_dir: Path, update: Update = None, keeps_best: bool = False
 def chosen_weights(
     checkpoint: Path, weights: dict[str, torch.Tensor], state: StateDict, average: bool | float | None
 ) -> dict[str, torch.Tensor]:
-    """A checkpoint's weights, or with `average` the averaged ones: those of a width, or the run's own. None: if it has them.
+    """A checkpoint's weights, or with `average` the averaged ones: of a width, or the run's own. None: averaged if present.
 
     Raises UserError.
     """
@@ -185,7 +185,7 @@ def chosen_weights(
 
 
 def fits_weights(tensors: object, weights: Mapping[str, torch.Tensor]) -> TypeGuard[dict[str, torch.Tensor]]:
-    """True if these are tensors with the names and shapes of weights."""
+    """True if these tensors have the names and shapes of the weights."""
     return isinstance(tensors, dict) and all(
         isinstance(tensor, torch.Tensor) and name in weights and tensor.shape == weights[name].shape
         for name, tensor in tensors.items()

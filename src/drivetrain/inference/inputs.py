@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 ARRAYS = (".npy", ".npz", ".pt", ".pth")
 
 
-Targets = Sequence[Tree] | None  # None where they are not known
+Targets = Sequence[Tree] | None  # None if unknown
 
 
 class SampleBlock(NamedTuple):
-    """Samples that are read together: one, or rows."""
+    """Samples read together: one, or rows."""
 
     names: Sequence[str]
     read: Callable[[slice], tuple[Tree, Targets]]  # some of them, (n, …), and their targets; raises DataError
@@ -41,7 +41,7 @@ class SampleBlock(NamedTuple):
 
 @dataclass
 class PredictedSample:
-    """A sample that was read, or why it could not be, and what the model says of it."""
+    """A sample that was read, or the reason of its failure, and the model's prediction."""
 
     name: str
     x: Tree = None
@@ -53,7 +53,7 @@ class PredictedSample:
 def given(
     words: Sequence[str], transforms: Transforms, lines: Iterable[bytes], size: int
 ) -> tuple[Iterator[SampleBlock], int | None]:
-    """The inputs that the words name, in their order, and how many where that is known; "-" stands for `lines`.
+    """The inputs named by the words, in their order, and their number if known; "-" stands for `lines`.
 
     Rows come in blocks of up to `size`. Raises UserError.
     """
@@ -85,7 +85,7 @@ def _of_folder(folder: Path, transforms: Transforms, size: int) -> list[SampleBl
 
 
 def _of_file(path: Path, transforms: Transforms, size: int) -> Iterable[SampleBlock]:
-    """The samples of a file: one of an image, one for each row of an array or a table, one for each line of texts."""
+    """The samples of a file: an image is one, and so is each row of an array or a table, and each line of texts."""
     if transforms.option.reads_file(path):
         return starmap(_block, transforms.read_inputs(path, size))
     if path.suffix.lower() in ARRAYS:
@@ -99,8 +99,8 @@ def _of_file(path: Path, transforms: Transforms, size: int) -> Iterable[SampleBl
         raise UserError(
             f"{path}: this run reads text: give its lines by standard input, as in: drivetrain predict RUN - < {path}{files}"
         )
-    transforms.image_shape()  # raises where the model takes no images
-    if path.suffix.lower() not in IMAGES:  # it may be one that is not called so
+    transforms.image_shape()  # raises if the model takes no images
+    if path.suffix.lower() not in IMAGES:  # it may be an image under another name
         try:
             transforms.read_file(path)
         except DataError:
@@ -120,7 +120,7 @@ def _one(name: str, read: Callable[[], Tree]) -> SampleBlock:
 
 
 def _read_array(path: Path) -> torch.Tensor:
-    """Return an array of a file, whose bytes are read where they are used. Raises UserError."""
+    """Return a file's array, memory-mapped. Raises UserError."""
     import numpy as np
 
     try:
@@ -129,19 +129,19 @@ def _read_array(path: Path) -> torch.Tensor:
             if not isinstance(found, torch.Tensor):
                 raise ValueError(f"it holds a {type(found).__name__}, and not one tensor")
             return found
-        loaded = np.load(path, mmap_mode="c", allow_pickle=False)  # copied where written to: torch takes no read-only memory
+        loaded = np.load(path, mmap_mode="c", allow_pickle=False)  # copy on write, because torch takes no read-only memory
         if path.suffix.lower() == ".npz":
             names = list(loaded)
             if len(names) > 1 and "x" not in names:
                 raise ValueError(f"it holds the arrays {', '.join(names)}: name the inputs 'x'")
             loaded = loaded["x" if "x" in names else names[0]]
         return torch.from_numpy(loaded)
-    except Exception as error:  # a damaged file can make a reader fail in any way
+    except Exception as error:  # a damaged file may raise anything in a reader
         raise UserError(f"{path} cannot be read as an array: {str(error).splitlines()[0]}") from None
 
 
 def _of_lines(lines: Iterable[bytes], transforms: Transforms, size: int) -> Iterator[SampleBlock]:
-    """One sample for each line: a text where the run reads text, a row where it reads tables, else the path of an image file."""
+    """One sample for each line: a text, a row of a table, or the path of an image file, whichever the run reads."""
     if transforms.option.reads_rows:
         return starmap(_block, transforms.read_inputs(lines, size))
     if not transforms.tokens:
@@ -161,7 +161,7 @@ def _of_texts_or_paths(lines: Iterable[bytes], transforms: Transforms) -> Iterat
 
 
 def of_source(source: Source, split: str, size: int) -> tuple[Iterator[SampleBlock], int]:
-    """The samples of a data set, with their targets, and how many."""
+    """The samples of a data set with their targets, and their number."""
 
     def read(numbers: torch.Tensor, which: slice) -> tuple[Tree, Targets]:
         x, y = source.fetch(numbers[which])
@@ -174,7 +174,7 @@ def of_source(source: Source, split: str, size: int) -> tuple[Iterator[SampleBlo
 
 
 def grouped(batch: Sequence[PredictedSample]) -> Iterator[tuple[list[PredictedSample], Tree]]:
-    """Yield the samples of a batch that could be read and have one shape, which a model takes together, and their inputs."""
+    """Yield the readable samples of a batch in groups of one shape, for one forward each, with their inputs."""
     groups: dict[tuple[torch.Size, ...], list[PredictedSample]] = {}
     for sample in batch:
         if sample.error is None:
@@ -202,7 +202,7 @@ def read_in_batches(blocks: Iterator[SampleBlock], size: int) -> Iterator[list[P
 
 
 def _read(block: SampleBlock) -> list[PredictedSample]:
-    """Read a block. Where a sample cannot be read, halves are read alone: one odd row of many is found in few steps."""
+    """Read a block. If that fails, read its halves separately: one bad row of many is found in few steps."""
     samples, left = [PredictedSample(name) for name in block.names], [range(len(block.names))]
     while left:
         numbers = left.pop()

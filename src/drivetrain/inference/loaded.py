@@ -26,9 +26,9 @@ from drivetrain.inference.predictions import Predictions
 from drivetrain.inference.transforms import Transforms
 from drivetrain.saving import manifest
 
-# The errors of a model that is built for data of another kind, or that is given an input of another kind.
+# Errors of a model that was built for other data or gets other inputs.
 MISFITS = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
-KNOWN = (UserError, torch.OutOfMemoryError)  # of these, the ones whose message is enough
+KNOWN = (UserError, torch.OutOfMemoryError)  # those with a sufficient message
 
 
 class LoadedRun:
@@ -44,25 +44,25 @@ class LoadedRun:
         self.transforms = Transforms(option, data, decodes, context.device, context.memory_format)
         self.run, self.data, self._precision = finished.job.run, data, context.precision
         names = self.about["classes"]
-        # The names of the outputs: classes or labels; their numbers where they have no names.
+        # The names of the outputs: classes or labels; their numbers without names.
         self.classes: list[str] = list(names) if names is not None else [str(n) for n in range(self.about["outputs"])]
-        # What the model predicts, as the data's `targets` say it: class, labels, values, tokens, …
+        # The kind of prediction, by the data's `targets`: class, labels, values, tokens, …
         self.kind: TargetKind = self.about["targets"] or self.run.loss.takes[0]
         self._units = data.units and data.units.to(context.device)
-        self._settings = isolation.settings()  # of torch, as the run has them
+        self._settings = isolation.settings()  # torch's global settings, as in the run
         self._measured = context.model_call.measured
         self._forward = context.model_call.taking_batches(model)
 
     def predict(self, x: object) -> Predictions:
-        """Predict a batch: a tensor or array (n, …) of samples as the data set has them, or paths of files.
+        """Predict a batch: a tensor or array (n, …) of samples in the data set's form, or paths of files.
 
-        They are resized, encoded and normalised as the run's own evaluation does it. Raises UserError where they do not fit.
+        They are resized, encoded and normalised as in the run's own evaluation. Raises UserError if they do not fit.
         """
         with isolation.isolated(self._settings):
             return self.predict_ready(self.transforms(x))
 
     def predict_ready(self, x: object) -> Predictions:
-        """Predict a batch that `transforms` has made. Raises UserError where the model cannot take it."""
+        """Predict a batch from `transforms`. Raises UserError if the model cannot take it."""
         try:
             with self.computing():
                 output = self._measured(self._forward(x))
@@ -75,7 +75,7 @@ class LoadedRun:
             ) from error
         if not isinstance(output, torch.Tensor):
             raise UserError(
-                f"{self.run.named('model')} of {self.run_dir} returns {described(output)}, and a prediction is one tensor: name "
+                f"{self.run.named('model')} of {self.run_dir} returns {described(output)}, but a prediction is one tensor: name "
                 "a part of it by forward_output"
             )
         return Predictions.of(output, self.kind, self.classes, self._units)
@@ -88,7 +88,7 @@ class LoadedRun:
             yield
 
     def example(self) -> Tree:
-        """A batch of two zeros, as `transforms` makes it."""
+        """A batch of two zeros in the form of `transforms`."""
         return self.data.two_samples(self.device)
 
     def batch_size(self) -> int:
@@ -96,7 +96,7 @@ class LoadedRun:
         return int(self.run.values["evaluate_batch"] or self.run.batch.micro_batch(World()))
 
     def check_rows(self, split: str | None) -> None:
-        """Raise UserError where the predictions do not fit in the rows of a table."""
+        """Raise UserError if the predictions do not fit in the rows of a table."""
         if self.kind in ("mask", "words", "pair", "sequence"):
             raise UserError(
                 f"{self.run.named('data')} has {DESCRIPTIONS[self.kind]}, which does not fit in a row: use drivetrain.load"
@@ -107,7 +107,7 @@ class LoadedRun:
             )
 
     def blocks_of(self, split: str, size: int) -> tuple[Iterator[SampleBlock], int]:
-        """The samples of the run's own training, validation or test set, and how many; of several sets one after another.
+        """The samples of the run's own training, validation or test set, and their number; several sets follow one another.
 
         Raises UserError.
         """
@@ -120,7 +120,7 @@ class LoadedRun:
         return chain.from_iterable(blocks for blocks, _ in found), sum(count for _, count in found)
 
     def text_of(self, x: Tree) -> str | None:
-        """The text of an input's tokens; None where the run's data option cannot tell."""
+        """The text of an input's tokens; None if the run's data option cannot decode them."""
         text: str | None = Data.of(self.run).decode(first(x).flatten().tolist(), self.data)
         return text
 
@@ -151,13 +151,13 @@ def load(
     choice: Choice | None = None,
     with_data: bool = False,
 ) -> LoadedRun:
-    """Load a finished run's model, as `drivetrain.load` says; `with_data` if samples of its data are read. Raises UserError."""
+    """Load a finished run's model for `drivetrain.load`; `with_data` if samples of its data are read. Raises UserError."""
     used = (*MODEL_ALONE, "data") if with_data else MODEL_ALONE
     return open_run(find("drivetrain predict", Path(run_dir), [ONE_PROCESS, "ema=none", *overrides], config_dirs, choice, used))
 
 
 def open_run(finished: Finished) -> LoadedRun:
-    """Build the model of a run that was found, and load its weights. Raises UserError."""
+    """Build the model of a finished run, and load its weights. Raises UserError."""
     run = finished.job.run
     check.validate_device(run, finished.used)
     about = manifest.about(finished.checkpoint)

@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from pyarrow import DataType
 
 Row = Mapping[str, object]
-Write = Callable[[Sequence[Row]], object]  # of rows, all of which have the same columns
+Write = Callable[[Sequence[Row]], object]  # of rows with the same columns
 NO_NUMBER = "an input is not a number, infinite, or beyond float32: mend it"
 NO_ANSWER = "the model's answer is not a number or infinite, though its inputs are finite: its weights may have diverged"
-AS_FLOATS = ("p_", "prob", "value")  # what the names of columns of numbers begin with
+AS_FLOATS = ("p_", "prob", "value")  # prefix of the columns of numbers
 
 
 @dataclass
 class Outputs:
-    """The predictions of a model as columns of rows: labels and probabilities, or numbers."""
+    """A model's predictions as table columns: labels and probabilities, or numbers."""
 
     loaded: LoadedRun
 
     def columns(self) -> Sequence[str]:
-        """The columns of a prediction: those that a batch of zeros gets."""
+        """The columns of a prediction, from a batch of zeros."""
         return list(next(self.loaded.predict_ready(self.loaded.example()).rows()))
 
     def predict(self, batch: Sequence[PredictedSample]) -> None:
-        """Set the row of each sample that could be read; one that cannot be predicted gets an error."""
+        """Set the row of each readable sample; a sample without a prediction gets an error."""
         for samples, x in grouped(batch):
             ready = self.loaded.transforms(x)
             found = self.loaded.predict_ready(ready)
@@ -52,7 +52,7 @@ class Outputs:
 
 @contextmanager
 def output(path: Path | None) -> Iterator[Write]:
-    """Yield what writes rows as a table: into a file that is there only once it is complete, or as CSV on standard output."""
+    """Yield a writer of table rows: into a file that appears only when complete, or as CSV on standard output."""
     if path is None:
         yield _csv(PlainStream() if sys.stdout.isatty() else sys.stdout)
         return
@@ -103,11 +103,11 @@ def _json_lines(file: TextIO) -> Write:
 
 @contextmanager
 def _parquet(path: Path) -> Iterator[Write]:
-    """Rows as Parquet, by pyarrow; each batch is a row group. A column is text where a value is one, or where none is known."""
+    """Rows as Parquet, by pyarrow; each batch is a row group. A column is text if any value is text or none is known."""
     import pyarrow
     from pyarrow import parquet
 
-    writers: list[parquet.ParquetWriter] = []  # the one, once there is a row
+    writers: list[parquet.ParquetWriter] = []  # the writer, after the first row
 
     def of_column(name: str, values: Sequence[object]) -> DataType:
         known = [value for value in values if value is not None]
@@ -139,7 +139,7 @@ def predict_all(
 ) -> tuple[int, str]:
     """Predict blocks, about `size` samples at a time, and write a row for each; `show` is called with the number of predictions.
 
-    Return how many inputs have no answer, and why the first of them has none.
+    Return the number of inputs without an answer, and the first one's reason.
     """
     empty, name_target, done, unreadable, why = dict.fromkeys(predictor.columns()), predictor.loaded.name_target, 0, 0, ""
     for batch in read_in_batches(blocks, size):

@@ -22,12 +22,12 @@ class Predictions:
     output: torch.Tensor  # of the model
     kind: str  # class, labels, values, tokens, mask, …
     classes: Sequence[str]
-    probabilities: torch.Tensor | None = None  # (n, classes); of the last token, where inputs are sequences; None for numbers
+    probabilities: torch.Tensor | None = None  # (n, classes), of the last token for sequences; None for numbers
     units: Units | None = None
 
     @classmethod
     def of(cls, output: torch.Tensor, kind: str, classes: Sequence[str], units: Units | None = None) -> Predictions:
-        """The predictions that a model's output stands for; `units` are those of numbers that training standardised."""
+        """The predictions from a model's output; `units` restores numbers that training standardised."""
         if kind not in ("class", "labels", "tokens", "mask"):
             return cls(output, kind, classes, units=units)
         values = output[:, -1].float() if kind == "tokens" else output.float()
@@ -51,7 +51,7 @@ class Predictions:
 
     @property
     def are_finite(self) -> torch.Tensor:
-        """Which samples' answers are numbers, bool (n,)."""
+        """True for samples with finite answers, bool (n,)."""
         found = torch.as_tensor(self.labels) if self.probabilities is None else self.probabilities
         return found.reshape(len(found), -1).isfinite().all(1)
 

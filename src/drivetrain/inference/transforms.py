@@ -1,4 +1,4 @@
-"""Turns files, arrays and lines of text into what a run's model takes, as the run's own evaluation does it."""
+"""Turns files, arrays and lines of text into a model's inputs, like the run's own evaluation."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from drivetrain.data.untrusted import read_image_file
 from drivetrain.loader.base import Pipeline, in_memory_format
 
 ROWS = 1024  # that are read at a time
-MAX_PIXELS = 178_956_970  # of an image file, where the data sets no limit: Pillow's own
+MAX_PIXELS = 178_956_970  # limit of an image file, unless the data sets one: Pillow's own
 
 
 class Transforms:
-    """The transforms of a run: `read_file` and `read_text` give samples as the data set has them, a call makes a batch of them.
+    """The transforms of a run: `read_file` and `read_text` return samples in the data set's form; a call makes a batch.
 
-    Image files are cropped and resized as the data option of the run does it, or refused where it has images of one size.
+    Image files are cropped and resized like the run's data option, or refused if the data has images of one size.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Transforms:
     ) -> None:
         self.option, self._data, self._decodes_images, self._memory_format = option, data, decodes_images, memory_format
         self.device, self.tokens = device, option.tokens is True
-        self.unknown: list[Counter[str]] = []  # of each input: column → its rows with a category that no training row has
+        self.unknown: list[Counter[str]] = []  # per input: column → rows with a category unknown in training
         self.shape = data.shape if data.example is None else None  # None: a Dataset of the user's makes the inputs
         self.normalize = None if data.normalize is None else data.normalize.to(device)
         self._pipeline = Pipeline(data.train, (), data.normalize, 0, images=data.images).to(device)
@@ -47,16 +47,16 @@ class Transforms:
         return self._pipeline.normalized(in_memory_format(samples, self._memory_format))
 
     def as_samples(self, x: torch.Tensor, name: str = "the input") -> torch.Tensor:
-        """Return samples (n, …) as the data set has them; a single one becomes a batch. Raises UserError where shapes differ.
+        """Return samples (n, …) in the data set's form; a single one becomes a batch. Raises UserError if shapes differ.
 
-        Samples of a Dataset of the user's may differ in size: of these the number of dimensions counts.
+        Samples of a user's Dataset may differ in size: only their number of dimensions counts.
         """
         own = self._data.example
         if own is not None and not isinstance(own, torch.Tensor):
-            raise UserError(f"{name} is one tensor, and the inputs of a sample are several: use drivetrain.load in Python")
+            raise UserError(f"{name} is one tensor, but a sample has several inputs: use drivetrain.load in Python")
         given, wanted = tuple(x.shape), tuple(self._data.shape)
         if x.is_complex():
-            raise DataError(f"{name} holds complex numbers, and the model takes real ones: give their parts or their size")
+            raise DataError(f"{name} holds complex numbers, but the model takes real ones: give their parts or their size")
         if own is not None and x.ndim in (len(wanted), len(wanted) + 1):
             wanted = given[-len(wanted) :] if wanted else ()
         if self.tokens:
@@ -71,7 +71,7 @@ class Transforms:
         return x if x.dtype == torch.uint8 or codes else x.float()
 
     def _read(self, given: str) -> list[Tree]:
-        """Return the samples of a file, or of a text where the run reads text: batches of them."""
+        """Return batches of the samples of a file, or of a text if the run reads text."""
         if self.option.reads_file(Path(given)):
             return [read(slice(None)) for _, read in self.read_inputs(Path(given), ROWS)]
         return [(self.read_text(given) if self.tokens else self.read_file(Path(given))).unsqueeze(0)]
@@ -83,7 +83,7 @@ class Transforms:
         return found.blocks
 
     def read_file(self, path: Path) -> torch.Tensor:
-        """Return the sample that an image file holds. Raises DataError."""
+        """Return the sample of an image file. Raises DataError."""
         limit = getattr(self.option, "max_pixels", MAX_PIXELS)
         content = read_image_file(path, limit)
         if self._decodes_images:
@@ -98,7 +98,7 @@ class Transforms:
         return self._of_exact_size(content, path)
 
     def _of_exact_size(self, content: bytes, path: Path) -> torch.Tensor:
-        """Return an image of the data's own size, in grey where the data is, its values scaled to those of the data."""
+        """Return an image of the data's size, in grey if the data is, with values scaled to the data's."""
         import numpy as np
 
         channels, height, width = self.image_shape()
@@ -113,7 +113,7 @@ class Transforms:
         return x if top in (None, 255.0) else x.float() * (top / 255.0)
 
     def image_shape(self) -> tuple[int, int, int]:
-        """Return channels, height and width of the model's images. Raises UserError where it does not take any."""
+        """Return channels, height and width of the model's images. Raises UserError if it takes no images."""
         if self.shape is None or len(self.shape) != 3 or self.shape[0] not in (1, 3):
             takes = "what your Dataset makes" if self.shape is None else f"inputs of shape {_text(self.shape)}"
             raise UserError(

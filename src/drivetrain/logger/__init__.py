@@ -1,4 +1,4 @@
-"""The places where metrics are written: config group `logger`, a list of options."""
+"""The destinations of metrics: config group `logger`, a list of options."""
 
 from drivetrain.logger.base import Logger, numbers
 

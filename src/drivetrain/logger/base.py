@@ -22,12 +22,12 @@ from drivetrain.saving import manifest
 class Logger(Option, groups.Logger):
     """Writes the metrics of a run. It runs on rank 0 only and gets each record once.
 
-    After `setup` its methods are called in a thread of their own, so that a slow server holds up no step.
+    After `setup` a separate thread calls its methods, so that a slow server holds up no step.
     """
 
-    why_fixed: ClassVar[str] = "the records are those of one run"
+    why_fixed: ClassVar[str] = "the records belong to one run"
     in_thread = True
-    required = False  # a failure ends the run; else it is logged once and the run goes on without this logger
+    required = False  # True if a failure ends the run; otherwise it is logged once and the run continues without this logger
 
     def effect_as_set(self) -> Effect:
         """Return "exact": it only watches."""
@@ -46,7 +46,7 @@ class Logger(Option, groups.Logger):
         """
 
     def log_image(self, name: str, update: int, path: Path) -> None:
-        """Show a picture, a PNG file. Loggers that have no place for pictures leave it out."""
+        """Show a picture, a PNG file. Loggers without pictures ignore it."""
 
     def end(self, status: str) -> None:
         """Note how the run ended (completed, failed, diverged or interrupted). `close` comes next."""
@@ -65,13 +65,13 @@ def numbers(record: Mapping[str, object]) -> dict[str, float]:
     return {f"{prefix}/{k}": v for k, v in record.items() if k not in ("update", "time") and isinstance(v, int | float)}
 
 
-CLOSE_S = 60.0  # for a logger to write or send what it still has, when the run has ended
+CLOSE_S = 60.0  # for a logger to write or send its remaining records after the run's end
 
 messages = logging.getLogger(__name__)
 
 
 def guarded(name: str, option: Logger, context: BuildContext) -> Guarded:
-    """Start a logger for a run. Raises UserError where it cannot start; a resumed run goes on without it."""
+    """Start a logger for a run. Raises UserError if it cannot start; a resumed run continues without it."""
     try:
         return Guarded(name, option.build(context))
     except UserError:
@@ -87,7 +87,7 @@ def guarded(name: str, option: Logger, context: BuildContext) -> Guarded:
 
 
 class Guarded:
-    """A logger that works in a thread of its own, and stops at its first error."""
+    """A logger in its own thread, which stops at its first error."""
 
     def __init__(self, name: str, logger: Logger) -> None:
         self._name, self._logger, self._failed = name, logger, False
@@ -129,11 +129,11 @@ class Guarded:
                 return
 
     def _close(self) -> None:
-        self._failed = False  # a logger that has failed is closed too
+        self._failed = False  # a failed logger is closed too
         self._logger.close()
 
     def _try(self, call: Callable[[], None]) -> None:
-        """Call the logger. Its first error is logged, and is its last."""
+        """Call the logger. After its first error, which is logged, it is not called again."""
         if self._failed and call != self._close:
             return
         before = self._failed
@@ -154,24 +154,24 @@ def _said(error: Exception) -> str:
 
 
 RUNS = "trackers.json"  # in the run's directory: package of the tracker → id of its run
-ANEW = "trackers begin a run of their own"
+ANEW = "trackers begin their own run"
 
 
 @dataclass
 class TrackedRun:
-    """The facts that a tracker is told of a run when it starts."""
+    """The facts of a run that a tracker gets at its start."""
 
     run_dir: Path
     output_dir: Path  # of all runs
     name: str
-    config: JsonObject  # by dotted key, without what belongs to this machine
-    id: str | None  # of the tracker's own run, where this one is resumed
+    config: JsonObject  # by dotted key, without machine-local values
+    id: str | None  # of the tracker's own run, if this one is resumed
 
 
 class Tracker(Logger):
-    """A logger that gives the run to a library which shows the runs of many."""
+    """A logger that passes the run to a tracking library."""
 
-    package = ""  # the library's; its extra has the same name
+    package = ""  # the library's name, also that of its extra
     name: str | None = None  # of the run in the tracker; None: the run's directory
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -196,12 +196,12 @@ def write_ids(file: Path, ids: dict[str, str]) -> None:
 
 
 def known_ids(file: Path) -> dict[str, str]:
-    """Read the ids of a run's trackers; {} where it had none. Raises UserError."""
+    """Read the ids of a run's trackers; {} without any. Raises UserError."""
     try:
         written = files.read_text(file)
         found = files.parse_json(written)
         if not fits(found, dict[str, str]):
-            raise ValueError(f"it holds {found!r:.80}, and no ids of trackers")
+            raise ValueError(f"it holds {found!r:.80}, but no ids of trackers")
         manifest.check(written, found)
     except FileNotFoundError:
         return {}

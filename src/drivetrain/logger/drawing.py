@@ -1,4 +1,4 @@
-"""Draws samples as one picture, tiles with text below them, and says targets and predictions in words."""
+"""Draws samples as one picture of tiles with text below, and puts targets and predictions into words."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ COLORS = np.array([[0, 0, 0], [255, 80, 80], [80, 200, 80], [90, 140, 255], [255
 
 @dataclass
 class Tile:
-    """One picture of a grid: pixels (h, w, 3), uint8, and the lines below it with their colours."""
+    """A tile of the grid: pixels (h, w, 3), uint8, and the lines below it with their colours."""
 
     pixels: np.ndarray
     lines: list[tuple[str, tuple[int, int, int]]]
 
 
 def in_words(target: torch.Tensor, kind: str | None, names: Sequence[str] | None) -> list[str]:
-    """The lines that say a target, or a prediction: classes, two at most with their shares where it has several, or numbers."""
+    """The lines for a target or a prediction: its class, at most two classes with their shares, or numbers."""
     if kind == "labels":
         return [", ".join(named((target > 0.5).nonzero(), names)) or "none"]
     if target.ndim > 1:  # a mask
@@ -44,7 +44,7 @@ def in_words(target: torch.Tensor, kind: str | None, names: Sequence[str] | None
 
 
 def named(numbers: torch.Tensor, names: Sequence[str] | None) -> list[str]:
-    """The names of classes; their numbers where they have none."""
+    """The names of classes, or their numbers without names."""
     return [names[n] if names else str(n) for n in numbers.flatten().tolist()]
 
 
@@ -57,7 +57,7 @@ def pixels(x: np.ndarray, top: float | None) -> np.ndarray:
 
 
 def with_mask(picture: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return pixels (h, w, 3) with the classes of `mask` (h, w) in colours; class 0 and ignored pixels stay as they are."""
+    """Return pixels (h, w, 3) with the classes of `mask` (h, w) in colours; class 0 and ignored pixels stay unchanged."""
     shown = (mask > 0)[..., None]
     return np.where(shown, (picture * 0.45 + COLORS[mask.clip(0) % len(COLORS)] * 0.55).astype(np.uint8), picture)
 

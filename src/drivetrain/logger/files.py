@@ -16,7 +16,7 @@ from drivetrain.run import records
 from drivetrain.run.directory import RunDirHandle
 from drivetrain.saving import space
 
-ABOUT = {"event", "update", "epoch", "time", "set", "weights"}  # keys of a record that are no figures
+ABOUT = {"event", "update", "epoch", "time", "set", "weights"}  # keys of a record other than figures
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 class Files(Logger):
     """Write metrics.jsonl, a line for each record with its `time` (seconds since 1970), and at the end metrics.csv."""
 
-    in_thread = False  # whoever reads a record's line after it was logged must find it
+    in_thread = False  # a reader must find a record's line once it is logged
     required = True
 
     def setup(self, context: BuildContext) -> None:
         self.start(context.run_dir, context.progress.updates, context.progress.evaluated)
 
     def start(self, run_dir: Path, update: int, evaluated: int | None = None) -> None:
-        """Open the log. A resumed run repeats what came after its checkpoint, and the end: keep one record of each."""
+        """Open the log. A resumed run repeats the updates after its checkpoint, and the end: keep one record of each."""
 
         def comes_again(record: JsonObject) -> bool:
             at_end = record.get("event") == "evaluate" and ("weights" in record or record["update"] == update != evaluated)
@@ -40,7 +40,7 @@ class Files(Logger):
 
         self._held, path = RunDirHandle(run_dir), run_dir / "metrics.jsonl"
         evaluated = update if evaluated is None else evaluated
-        if path.exists() or path.is_symlink():  # a link, which leads outside, is replaced
+        if path.exists() or path.is_symlink():  # replaces a link, which would lead outside
             found = records.read(path)
             if found.unreadable:
                 logger.warning("%s: %d lines could not be read, and are left out", path, found.unreadable)
@@ -57,7 +57,7 @@ class Files(Logger):
 
     def close(self) -> None:
         try:
-            self._file.close()  # what a full disk refused is written now, where space was made
+            self._file.close()  # records refused by a full disk are written now, into freed space
             if (folder := self._held.folder()) is not None:
                 write_table(folder / "metrics.csv", as_rows(records.read(folder / "metrics.jsonl").records))
         except OSError as error:
@@ -65,7 +65,7 @@ class Files(Logger):
 
 
 class Csv(Logger):
-    """Keep metrics.csv up to date while the run goes on. Files, which is always on, writes it at the end."""
+    """Keep metrics.csv up to date during the run. The logger Files, which is always on, writes it only at the end."""
 
     def start(self, run_dir: Path, update: int) -> None:
         self.path = run_dir / "metrics.csv"
@@ -84,7 +84,7 @@ class Csv(Logger):
 
 
 def as_rows(found: Sequence[dict[str, object]]) -> list[JsonObject]:
-    """Return records as rows of one table: figures of an evaluation below the name of its set, and epochs from 1."""
+    """Return records as rows of one table, with an evaluation's figures under its set's name, and epochs from 1."""
     rows: list[JsonObject] = []
     for row in records.with_epochs_from_1(found):
         if row.get("event") == "evaluate" and "set" in row:
@@ -94,7 +94,7 @@ def as_rows(found: Sequence[dict[str, object]]) -> list[JsonObject]:
 
 
 def write_table(path: Path, rows: Sequence[dict[str, object]]) -> list[str]:
-    """Write records as CSV, with a column for each key that one of them has. Return the columns."""
+    """Write records as CSV, with a column for each key in any of them. Return the columns."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with files.opened(path, "w", newline="") as file:
         csv_rows(file)([columns, *(map(row.get, columns) for row in rows)])

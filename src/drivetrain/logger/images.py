@@ -95,7 +95,7 @@ class ImageLogger(Logger):
 
 
 def _predicted(output: torch.Tensor, y: torch.Tensor, kind: str | None) -> tuple[torch.Tensor, bool | None]:
-    """The prediction that an output is, and whether it is right; None where that is a matter of degree."""
+    """The prediction of an output, and whether it is right; None for a matter of degree."""
     if kind == "labels":
         return (output > 0).float(), bool(((output > 0) == (y > 0.5)).all())
     if kind == "class" or (kind is None and y.dim() == 0 and not y.is_floating_point()):

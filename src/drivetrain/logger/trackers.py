@@ -1,4 +1,4 @@
-"""Loggers that give a run to a library: TensorBoard, Weights & Biases, MLflow."""
+"""Loggers that pass a run to a library: TensorBoard, Weights & Biases, MLflow."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Wandb(Tracker):
     """Log to Weights & Biases, by default into the run's directory, from where `wandb sync` sends it."""
 
     package = "wandb"
-    _exit_code = 1  # of a run without a known end
+    _exit_code = 1  # for a run without a known end
 
     def __init__(
         self,
@@ -71,10 +71,10 @@ class Wandb(Tracker):
             )
 
     def open(self, run: TrackedRun) -> str:
-        folder_in(run.run_dir, "wandb")  # where the library writes
+        folder_in(run.run_dir, "wandb")  # the library's folder
         import wandb
 
-        # The lines that the terminal and log.txt have already are not captured a second time.
+        # Lines in the terminal and log.txt are not captured a second time.
         settings = wandb.Settings(console="off", silent=True)
         self._run = wandb.init(
             project=self.project, entity=self.entity, name=run.name, tags=self.tags, config=run.config, dir=str(run.run_dir),
@@ -102,7 +102,7 @@ class Wandb(Tracker):
 
 
 def has_login() -> bool:
-    """True if wandb would find a key without asking for it, where it looks itself: the environment and ~/.netrc."""
+    """True if wandb would find a key in the environment or ~/.netrc without asking for it."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -143,7 +143,7 @@ class MLflow(Tracker):
         server = urlsplit(self._uri())
         if server.scheme not in ("http", "https"):
             return
-        try:  # MLflow itself would try for minutes
+        try:  # MLflow's own client would try for minutes
             socket.create_connection(
                 (server.hostname, server.port or {"http": 80, "https": 443}[server.scheme]), CONNECT_S
             ).close()
@@ -154,12 +154,12 @@ class MLflow(Tracker):
             )
 
     def _uri(self) -> str:
-        """The uri that was given; "" where none was."""
+        """The given uri, or ""."""
         return self.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
 
     def open(self, run: TrackedRun) -> str:
         uri = self._uri() or f"sqlite:///{run.output_dir / 'mlflow.db'}"
-        if "://" not in uri or uri.startswith("file:"):  # a folder, which MLflow opens only for who insists
+        if "://" not in uri or uri.startswith("file:"):  # a folder, which MLflow opens only on insistence
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Param
@@ -177,7 +177,7 @@ class MLflow(Tracker):
         return self._id
 
     def _experiment(self, output_dir: Path) -> str:
-        """The id of the experiment, which is made where there is none. Files of a local one go to the folder of all runs."""
+        """The id of the experiment, created if missing. Files of a local one go to the folder of all runs."""
         found = self._client.get_experiment_by_name(self.experiment)
         if found is not None:
             return str(found.experiment_id)
@@ -185,7 +185,7 @@ class MLflow(Tracker):
         return str(self._client.create_experiment(self.experiment, artifact_location=local))
 
     def _tags(self, run: TrackedRun) -> dict[str, str]:
-        """MLflow's tags have values: a tag without one is true."""
+        """MLflow's tags need values: a tag without one becomes true."""
         pairs = (tag.partition("=") for tag in self.tags or [])
         return {**{key: value or "true" for key, _, value in pairs}, "run_dir": str(run.run_dir)}
 
@@ -204,5 +204,5 @@ class MLflow(Tracker):
 
 
 def allowed(name: str) -> str:
-    """A metric's name with those characters only that MLflow takes."""
+    """A metric's name, restricted to MLflow's characters."""
     return re.sub(r"[^\w\-. /]", "_", name)

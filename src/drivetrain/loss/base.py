@@ -22,26 +22,26 @@ SHARES = (
     "accuracy",
     "label_accuracy",
     "coverage",
-)  # metrics that are a share of the answers
+)  # metrics that are a share of answers
 SMALLEST = 1e-12  # a sum over no items is 0, and 0 / SMALLEST is 0
 
 
 class Loss(Option, groups.Loss):
     """A loss to train with, and the metrics of an evaluation.
 
-    A loss gives `sum_and_count`, from which its mean follows. If the batch's targets alone tell how many items it averages
-    over, it is `counted`, and `count` gives their number: the step then weights micro-batches and ranks by it.
+    A loss gives `sum_and_count`, from which its mean follows. If only the batch's targets determine the number of averaged
+    items, it is `counted`, and `count` gives the number: the step then weights micro-batches and ranks by it.
     """
 
     changes = "minimizes another loss"
     why_fixed: ClassVar[str] = "evaluations of two losses could not be compared"
-    takes: tuple[TargetKind, ...]  # the kinds of targets that it can be computed from
-    counted = False  # it averages over items whose number only the targets tell, such as pixels that are not ignored
+    takes: tuple[TargetKind, ...]  # the kinds of targets that it accepts
+    counted = False  # True if only the targets determine its number of items, such as pixels without ignored ones
     target_key = "loss"  # the key of its settings, for messages
 
     @property
     def counting(self) -> tuple[str, ...]:
-        """Those of its metrics that count answers which are right or wrong."""
+        """Its metrics that count right and wrong answers."""
         return tuple(name for name in self.metrics if name in SHARES)
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -58,22 +58,22 @@ class Loss(Option, groups.Loss):
             )
 
     def setup(self, context: BuildContext) -> None:
-        """Prepare this copy for its run: on the run's device, with weights counted from the training data."""
+        """Prepare this copy for its run, on the run's device, with weights counted from the training data."""
 
     def read(self, model: torch.nn.Module, context: BuildContext) -> Iterator[str]:
-        """Prepare for what it reads of the model beside its output. Yields lines to log. Raises UserError."""
+        """Prepare to read parts of the model other than its output. Yields lines to log. Raises UserError."""
         return iter(())
 
     def input_shape(self, shape: Tree) -> Tree:
-        """Return the shape of one input as the model gets it, for data whose inputs have this `shape`."""
+        """Return the shape of one input to the model, for data with inputs of this `shape`."""
         return shape
 
     def steps(self, data: object) -> tuple[Augmentation, ...]:
-        """Return what it draws for the samples of each set, such as which tokens are hidden. Raises UserError."""
+        """Return its random step for the samples of each set, such as the hiding of tokens. Raises UserError."""
         return ()
 
     def add_parameters(self, model: torch.nn.Module) -> None:
-        """Give the model the parameters of the loss that it trains, so that they are saved with its own."""
+        """Add the loss's trained parameters to the model, so that they are saved with it."""
 
     def of_phase(self, name: str) -> Loss:
         """Return the loss of a phase of the updates."""
@@ -84,37 +84,37 @@ class Loss(Option, groups.Loss):
         return self(forward(batch.x), batch.y)
 
     def evaluate(self, forward: Forward, batch: MicroBatch, need_output: bool) -> tuple[Tree, torch.Tensor]:
-        """Run the forward of an evaluation; return its output, where that is needed, and the `sums` of the batch."""
+        """Run the forward of an evaluation; return its output, if needed, and the `sums` of the batch."""
         output = forward(batch.x)
         return output, self.sums(output, batch.y)
 
     def __call__(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
-        """The mean loss of a batch, 0-d, to be differentiated; 0 where nothing in it counts."""
+        """The differentiable mean loss of a batch, 0-d; 0 if nothing in it counts."""
         total, count = self.sum_and_count(output, target)
         return total / count.clamp(min=SMALLEST)
 
     def sum_and_count(self, output: torch.Tensor, target: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the loss over a batch's items, to be differentiated, and their number, both 0-d."""
+        """The differentiable sum of the loss over a batch's items, and their number, both 0-d."""
         raise self.unwritten("sum_and_count")
 
     def count(self, target: object) -> torch.Tensor:
-        """The number of items that the mean of a batch is over, 0-d."""
+        """The number of items in the mean of a batch, 0-d."""
         device = trees.first(target).device
         return torch.full((), trees.length(target), dtype=sum_dtype(device), device=device)
 
     def items(self, batch: MicroBatch) -> torch.Tensor:
-        """The number of items of a micro-batch, as `count` has it, 0-d; for a sum of several losses (losses,)."""
+        """The number of items of a micro-batch, by `count`, 0-d; for a sum of several losses (losses,)."""
         return self.count(batch.y)
 
     def problem(self, target: object, classes: int) -> str | None:
-        """The fault of the targets of the first micro-batch, as a sentence that goes on after "the targets"; None: no fault.
+        """The fault in the first micro-batch's targets, as the rest of a sentence beginning "the targets"; None: no fault.
 
         It may read from the device.
         """
         return None
 
     def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
-        """Sums over a batch, of `sum_dtype`, (metrics + 1,): one for each of `metrics`, then what they are divided by in the end.
+        """Sums over a batch, of `sum_dtype`, (metrics + 1,): one for each of `metrics`, then their final divisor.
 
         Sums can be added over batches and ranks; means cannot.
         """
@@ -152,7 +152,7 @@ def same_shape(output: torch.Tensor, target: torch.Tensor, name: str) -> tuple[t
 
 
 def too_few(outputs: int, classes: int, of: str = "classes") -> str | None:
-    """The problem of a model with fewer outputs than the data has classes; None where it has enough."""
+    """The problem of a model with fewer outputs than the data has classes; None if it has enough."""
     return f"{outputs} outputs for the {classes} {of}" if outputs < classes else None
 
 
@@ -165,7 +165,7 @@ class PartedLoss(Loss):
         self.running: dict[str, torch.Tensor] = {}
 
     def begin(self, device: torch.device, *names: str) -> None:
-        """Start the running sums of these parts. All ranks log the same parts, also those that compute no loss (pipeline)."""
+        """Start the running sums of these parts. All ranks log the same parts, even ranks that compute no loss (pipeline)."""
         self.running = {name: torch.zeros((), device=device) for name in names}
 
     def parts(self) -> dict[str, torch.Tensor]:

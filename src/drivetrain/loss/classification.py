@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 ClassWeights = list[NonNegative] | Literal["balanced"] | None
-CHUNK = 256  # samples that are read at once
+CHUNK = 256  # samples read at once
 
 
 def weights_for(given: ClassWeights, source: Source, classes: int, ignore_index: int, key: str) -> torch.Tensor | None:
-    """Return the weights (classes,) float32 on the CPU; None where there are none. Raises UserError.
+    """Return the weights (classes,) float32 on the CPU, or None. Raises UserError.
 
     `balanced` is samples / (classes × samples of the class), as scikit-learn's: each class has the same weight in all. A
     class that does not occur has weight 0.
@@ -37,7 +37,7 @@ def weights_for(given: ClassWeights, source: Source, classes: int, ignore_index:
 
 
 def positive_weights_for(given: ClassWeights, source: Source, labels: int, key: str) -> torch.Tensor | None:
-    """Return what each label's positives weigh (labels,); `balanced`: as much in all as its negatives. Raises UserError."""
+    """Return the weight of each label's positives (labels,); `balanced`: in sum equal to its negatives. Raises UserError."""
     if given != "balanced":
         return _given_weights(given, labels, "labels", key)
     y = torch.cat([*_targets(source, labels, key, of_labels=True)]).double()
@@ -52,7 +52,7 @@ def _given_weights(given: Sequence[float] | None, wanted: int, of: str, key: str
 
 
 def _targets(source: Source, classes: int, key: str, of_labels: bool = False) -> Iterator[torch.Tensor]:
-    """Yield all targets of the training data, on the CPU. A source that knows them is not read; a user's code may change them."""
+    """Yield all targets of the training data, on the CPU. Known targets are not read; a user's code may change them."""
     if (known := source.labels() if source.own_code is None else None) is not None:
         batches: Iterator[torch.Tensor] = iter([known])
     else:
@@ -61,7 +61,7 @@ def _targets(source: Source, classes: int, key: str, of_labels: bool = False) ->
     for y in batches:
         shape_is_right = y.dim() == 2 and y.shape[1] == classes if of_labels else not y.is_floating_point()
         if not shape_is_right or (not of_labels and int(y.max()) >= classes):
-            raise UserError(f"{key}=balanced counts classes from 0 to {classes - 1}, which the training targets are not")
+            raise UserError(f"{key}=balanced counts classes from 0 to {classes - 1}, but the training targets are not such")
         yield y.cpu()
 
 
@@ -95,7 +95,7 @@ class OverClasses(Loss):
         return counts.sum().to(dtype) if self.weight is None else (self.weights_of(target) * counts).sum(dtype=dtype)
 
     def weights_of(self, target: torch.Tensor) -> torch.Tensor:
-        """The weight of each item's class; any for an item that is ignored."""
+        """The weight of each item's class; arbitrary for an ignored item."""
         assert self.weight is not None
         return self.weight[target.long().clamp(min=0, max=len(self.weight) - 1)]
 
@@ -119,7 +119,7 @@ class OverClasses(Loss):
         if target.dim() == 2 and target.shape[1] == classes and 0 <= low <= high <= 1:
             return f"have shape {shape_of(target)}, a 0 or a 1 for each class: set loss=bce for labels"
         if low < 0 or high >= classes:
-            return f"{_beyond(low, high, classes)}, or set {self.target_key}.ignore_index to one that is to be left out"
+            return f"{_beyond(low, high, classes)}, or set {self.target_key}.ignore_index to the number to leave out"
         return None
 
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
@@ -146,8 +146,8 @@ class CrossEntropy(OverClasses):
     """Cross entropy over classes, of samples or of pixels. An evaluation reports it without smoothing and class weights.
 
     Targets of `ignore_index` do not count. `class_weights` multiply each item's loss by the weight of its class, and the mean
-    is over these weights, as torch's. `z_loss` adds to each item's loss so much of the square of its logits' logsumexp, in
-    training: outputs stay near probabilities, and 16 bits suffice for them (PaLM, Chowdhery et al. 2022).
+    is over these weights, as torch's. In training, `z_loss` adds that multiple of the squared logsumexp of each item's logits:
+    outputs stay near probabilities, and 16 bits suffice for them (PaLM, Chowdhery et al. 2022).
     """
 
     soft_targets = True
@@ -193,7 +193,7 @@ class CrossEntropy(OverClasses):
         return total, self.count(target).to(total.dtype)
 
     def _squares(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The sum of the items' squared logsumexp, with the weights that the loss has, 0-d."""
+        """The sum of the items' squared logsumexp, with the loss's weights, 0-d."""
         squares = wide(output).logsumexp(1).square()
         if target.is_floating_point():
             return squares.sum()
@@ -203,13 +203,13 @@ class CrossEntropy(OverClasses):
 
 
 class Focal(OverClasses):
-    """Focal loss (Lin et al. 2017), (1 − p)^gamma times the cross entropy: items that are right already count less.
+    """Focal loss (Lin et al. 2017), (1 − p)^gamma times the cross entropy: items that are already right count less.
 
     Its mean is over all items that are not ignored; with `class_weights` over their weights. An evaluation reports it without
     class weights.
     """
 
-    changes = "weighs samples less that are classified well"
+    changes = "gives well-classified samples less weight"
 
     def __init__(self, gamma: NonNegative = 2.0, class_weights: ClassWeights = None, ignore_index: int = IGNORE) -> None:
         self.gamma, self.class_weights, self.ignore_index = gamma, class_weights, ignore_index
@@ -233,15 +233,15 @@ class Bce(Loss):
     """Binary cross entropy of each label, for samples with any number of labels. The mean is over samples and labels.
 
     A class counts as labels with that one present ("ResNet strikes back", Wightman et al. 2021).
-    `pos_weight` multiplies what a label costs where it is present, as torch's does: for labels that are rare. An evaluation
-    reports the loss without it, without smoothing and threshold, and the share of labels, or of classes, that are right.
+    `pos_weight` multiplies the cost of present labels, as torch's does, for rare labels. An evaluation reports the loss without
+    it and without smoothing and threshold, and the share of right labels or classes.
     """
 
     metrics = ("loss", "label_accuracy")
     takes: tuple[TargetKind, ...] = ("labels", "class")
     soft_targets = True
     of_classes = False
-    labels = 1  # that a sample has, where its target is its class
+    labels = 1  # labels of a sample whose target is its class
     weight: torch.Tensor | None = None  # (labels,)
 
     def __init__(
@@ -301,12 +301,12 @@ class Bce(Loss):
         loss = self.cost(output, target)
         labels = self.count(target)
         correct = ((output > 0) == (target > 0.5)).sum().to(dtype)
-        if self.of_classes:  # divided by the number of labels in the end
+        if self.of_classes:  # finally divided by the number of labels
             correct = (output.argmax(1) == target.argmax(1)).sum().to(dtype) * output.shape[1]
         return torch.stack([loss.to(dtype), correct, labels])
 
     def _labels(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and labels in one shape and dtype; a class becomes labels with that one alone."""
+        """Output and labels in one shape and dtype; a class becomes labels with only that class present."""
         output = wide(output)
         if self.of_classes and target.dim() == 1:
             target = target.unsqueeze(1) == torch.arange(output.shape[1], device=target.device)
@@ -320,7 +320,7 @@ class Asymmetric(Bce):
     it is absent, q = max(p − clip, 0). The mean is over samples and labels.
     """
 
-    changes = "counts absent labels less, the less the likelier the model thinks them absent"
+    changes = "counts absent labels less, the more so the surer the model is of their absence"
     takes = ("labels",)
 
     def __init__(self, gamma_neg: NonNegative = 4.0, gamma_pos: NonNegative = 1.0, clip: Share = 0.05) -> None:
@@ -344,7 +344,7 @@ def _beyond(low: int, high: int, classes: int) -> str:
 
 
 def lowest_and_highest(target: torch.Tensor, ignore_index: int) -> tuple[int, int]:
-    """The lowest and the highest class number that counts; 0 where there is none."""
+    """The lowest and the highest counted class number; 0 without any."""
     counted = torch.where(target == ignore_index, 0, target)
     low, high = torch.stack([counted.min(), counted.max()]).tolist()
     return low, high
@@ -357,7 +357,7 @@ def _one_dtype(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor
 
 
 def check_pixels(output: torch.Tensor, target: torch.Tensor) -> None:
-    """Raise UserError where logits (n, classes, …) and class numbers (n, …) are not of the same samples and pixels."""
+    """Raise UserError if logits (n, classes, …) and class numbers (n, …) differ in samples or pixels."""
     if output.shape[:1] + output.shape[2:] != target.shape:
         raise UserError(
             f"the loss wants logits (n, classes, …) for class numbers (n, …), but the model's output has shape "

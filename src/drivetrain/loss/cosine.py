@@ -1,4 +1,4 @@
-"""The layer of outputs that are cosines."""
+"""A layer with cosines as outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""loss=ctc: sequences of classes without places, such as the letters of a line of handwriting."""
+"""loss=ctc: sequences of classes without positions, such as the letters of a line of handwriting."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Ctc(Loss):
     The outputs are (n, time, classes + 1), and the last one is the blank. Targets are class numbers (n, length), filled up by
     negative numbers such as -100, which data.pad does. A sample's loss is divided by the length of its target; the mean is over
     samples. A target that does not fit into the time has an infinite loss, which ends the run, or with `zero_infinity` counts 0.
-    An evaluation reports the share of sequences that are all right where each time has its likeliest output.
+    An evaluation reports the share of entirely right sequences, decoded from the likeliest output at each time.
     """
 
-    changes = "learns sequences whose places in time nobody has given"
+    changes = "learns sequences without given positions in time"
     metrics = ("loss", "accuracy")
     best = ("accuracy", max)
     takes = ("sequence",)
@@ -35,9 +35,7 @@ class Ctc(Loss):
         if target.is_floating_point() or target.dim() != 2:
             return f"are {target.dtype} of shape {shape_of(target)}, and it wants class numbers (n, length)"
         if (highest := int(target.max())) >= classes - 1:
-            return (
-                f"have the class {highest}, and the model has {classes - 1} classes beside the blank: say how many (data.classes)"
-            )
+            return f"have the class {highest}, and the model has {classes - 1} besides the blank: set their number (data.classes)"
         return None
 
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:

@@ -1,4 +1,4 @@
-"""loss=distill: a student learns from the outputs of a trained teacher, whose model is made again from the files of its run."""
+"""loss=distill: a student learns from the outputs of a trained teacher, rebuilt from the files of its run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Distill(PartedLoss):
     augmented alike, and computes without gradients. The loss is (1 − soft) × cross entropy + soft × temperature² × KL.
     """
 
-    changes = "also draws the outputs towards those of a teacher"
+    changes = "also draws the outputs towards a teacher's"
     machine_local_keys = ("teacher",)
     metrics = CrossEntropy.metrics
     best = CrossEntropy.best
@@ -105,7 +105,7 @@ def trained_model(path: Path, key: str, context: BuildContext) -> torch.nn.Modul
         refuse(user_code.trust_problems(f"{key}={path}: its model {named}", str(named), trusted))
     option = user_code.import_name(target)
     refuse(schema.of(option).problems(f"{key}={path}: model", section))
-    if keys := sorted(recipe_checks.not_for_recipes({"model": section}, {"model": option})):  # anybody may have written it
+    if keys := sorted(recipe_checks.not_for_recipes({"model": section}, {"model": option})):  # its author is not trusted
         raise UserError(f"{key}={path}: its config.yaml sets {', '.join(keys)} to what no recipe may hold")
     weights = low_rank.merged(_weights(path, key))
     try:

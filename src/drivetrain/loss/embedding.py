@@ -16,7 +16,7 @@ from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.step.trees import Forward, Tree, map_tensors
 from drivetrain.loss.base import SMALLEST, Loss, wide
 
-SCALE = "logit_scale"  # the name of the logarithm of a learned temperature's inverse, as CLIP has it
+SCALE = "logit_scale"  # log(1 / temperature) of a learned temperature, named as in CLIP
 BIAS = "logit_bias"  # as SigLIP has it
 FIRST, LOWEST = 0.07, 0.01  # of a learned temperature
 
@@ -25,17 +25,17 @@ class Gathered(NamedTuple):
     """The target of a step that computes the loss of the global batch: embeddings are gathered over the ranks."""
 
     target: Tree
-    valid: torch.Tensor  # (n,) whether a sample belongs to the batch
+    valid: torch.Tensor  # (n,) True for samples of the batch
 
 
 class Gradient(NamedTuple):
-    """The target of a step that goes on with gradients that were computed before."""
+    """The target of a step that continues with earlier gradients."""
 
     of_output: list[torch.Tensor]  # of its `floats`
 
 
 def floats(tree: Tree) -> list[torch.Tensor]:
-    """The tensors of a tree that can have gradients."""
+    """The tensors of a tree with a differentiable dtype."""
     return [leaf for leaf in trees.leaves(tree) if leaf.is_floating_point()]
 
 
@@ -43,7 +43,7 @@ class ComparingLoss(Loss):
     """The base of the losses over embeddings. The mean is over the samples of the global batch, on any number of ranks.
 
     The model's outputs are the embeddings. An evaluation computes the loss, and how often the nearest other sample is the right
-    one, among each `group` samples in a row, which is the same on any number of ranks.
+    one, within each `group` of consecutive samples, so that the number of ranks does not matter.
     """
 
     compares_samples = True
@@ -54,7 +54,7 @@ class ComparingLoss(Loss):
 
     @property
     def evaluated_together(self) -> int:  # type: ignore[override]
-        """The samples that an evaluation compares."""
+        """The number of samples compared in an evaluation."""
         return self.group
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -84,7 +84,7 @@ class ComparingLoss(Loss):
         parallel, epochs = context.parallel, context.run.values["epochs"]
         self._world, self._all_reduce_sum = parallel.data_world, parallel.all_reduce_sum
         self.ranks = self._world.size
-        # The most samples that a rank has in an update: gathered tensors have this length, so that no rank has to ask.
+        # The most samples of a rank in an update: gathered tensors have this length, so that ranks need not ask.
         self._capacity = -(-context.batch.size(epochs - 1) // self._world.size)
 
     @abstractmethod
@@ -93,10 +93,10 @@ class ComparingLoss(Loss):
 
     @abstractmethod
     def right(self, embeddings: Tree, target: Tree) -> Sequence[torch.Tensor]:
-        """The sums over a group of its metrics beside the loss, 0-d: the samples whose nearest is the right one."""
+        """A group's sums for the metrics besides the loss, 0-d: the number of samples with the right nearest one."""
 
     def joined(self, x: Tree) -> Tree:
-        """A batch's inputs as the model takes them: the views (n, views, …) of the samples one after the other."""
+        """A batch's model inputs: the views (n, views, …) of all samples, one view after the other."""
         return x.flatten(0, 1) if self.views > 1 and isinstance(x, torch.Tensor) else x
 
     def input_shape(self, shape: Tree) -> Tree:
@@ -112,7 +112,7 @@ class ComparingLoss(Loss):
     def embeddings(self, output: Tree) -> Tree:
         """The model's output as (n, views, d), in float32 at least: a tensor, or a tuple of one for each view.
 
-        A loss may need more: a tree of tensors (n, …), and of those without dimensions, which are all samples'.
+        A loss may need more: a tree of tensors (n, …), and of 0-d tensors, which belong to all samples.
         """
         if isinstance(output, tuple | list):
             return torch.stack([wide(view) for view in output], 1)
@@ -129,7 +129,7 @@ class ComparingLoss(Loss):
         return output, self.sums(output, batch.y)
 
     def __call__(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
-        """The mean loss, over the global batch where the step says so by its target, else over this batch alone."""
+        """The mean loss: over the global batch if the target asks for it, else over this batch alone."""
         if isinstance(target, Gradient):
             both = zip(floats(self.embeddings(output)), target.of_output, strict=True)
             return torch.stack([(value * gradient).sum() for value, gradient in both]).sum()
@@ -137,7 +137,7 @@ class ComparingLoss(Loss):
             total, count = self.sum_and_count(output, target)
             return total / count.clamp(min=SMALLEST)
         loss = self.over_ranks(self.embeddings(output), target)
-        # Each rank has the gradients of its own samples alone, and the ranks average them: they add up to the batch's.
+        # Each rank has only its own samples' gradients. The ranks average them, and they add up to the batch's.
         return loss * self._world.size - loss.detach() * (self._world.size - 1)
 
     def sum_and_count(self, output: torch.Tensor, target: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,19 +154,19 @@ class ComparingLoss(Loss):
         return total / count.clamp(min=SMALLEST)
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All ranks' samples (ranks × capacity, …), zeros where a rank has fewer; this rank's keep their gradients.
+        """All ranks' samples (ranks × capacity, …), filled up with zeros; this rank's keep their gradients.
 
         Values of all samples are averaged over the ranks.
         """
         if not tensor.dim():
             return (self._all_reduce_sum(tensor.detach().clone()) + tensor - tensor.detach()) / self.ranks
-        # As numbers: bool cannot be summed by every backend.
+        # As numbers, because not every backend sums bool.
         values = tensor.to(torch.int32) if tensor.dtype == torch.bool else tensor
         everything = values.new_zeros(self._world.size, self._capacity, *values.shape[1:])
         everything[self._world.rank, : len(values)] = values.detach()
         everything = self._all_reduce_sum(everything)
         if tensor.requires_grad:
-            # Out of place, since autograd follows no write by another process.
+            # Out of place, because autograd does not follow writes by other processes.
             everything = everything.index_fill(0, torch.tensor([self._world.rank], device=tensor.device), 0)
             padding = [0, 0] * (values.dim() - 1) + [0, self._capacity - len(values)]
             others = (self._world.rank, self._world.size - 1 - self._world.rank)
@@ -194,7 +194,7 @@ class ComparingLoss(Loss):
 
 
 def _all_valid(embeddings: Tree) -> torch.Tensor:
-    """A mask (n,) of samples that all count."""
+    """A mask (n,) in which all samples count."""
     first = next(leaf for leaf in trees.leaves(embeddings) if leaf.dim())
     return torch.ones(len(first), dtype=torch.bool, device=first.device)
 
@@ -206,7 +206,7 @@ class Contrastive(ComparingLoss):
     the 2n of them. A model of two inputs (images and texts) returns a tuple of two embeddings (n, d) instead. With
     `within_views` the other samples of the same view are candidates too, as SimCLR's NT-Xent has it (Chen et al. 2020); without,
     only those of the other view, as CLIP has it (Radford et al. 2021). The loss is the mean over samples and both directions.
-    A `temperature` that is learned begins at FIRST and stays above LOWEST, as CLIP's; it is the model's parameter `logit_scale`.
+    A learned `temperature` begins at FIRST and stays above LOWEST, as CLIP's; it is the model's parameter `logit_scale`.
     """
 
     changes = "draws two views of a sample together, and other samples apart"
@@ -238,7 +238,7 @@ class Contrastive(ComparingLoss):
         self._model = model
 
     def embeddings(self, output: Tree) -> Tree:
-        """The views (n, 2, d) and, where it is learned, the temperature, which is all samples'."""
+        """The views (n, 2, d) and a learned temperature, shared by all samples."""
         views = super().embeddings(output)
         if self.temperature != "learned":
             return views
@@ -255,7 +255,7 @@ class Contrastive(ComparingLoss):
         return torch.where(valid, losses, 0.0).sum(), valid.sum().to(losses.dtype)
 
     def _scores(self, embeddings: Tree, valid: torch.Tensor) -> torch.Tensor:
-        """The similarity of each view (2n, first views first) to each candidate (2n); minus infinity for those that are none."""
+        """The similarity of each view (2n, first views first) to each candidate (2n); minus infinity for non-candidates."""
         n = len(valid)
         views, temperature = embeddings if isinstance(embeddings, tuple) else (embeddings, self.temperature)
         z = torch.nn.functional.normalize(views, dim=-1).transpose(0, 1).flatten(0, 1)
@@ -263,7 +263,7 @@ class Contrastive(ComparingLoss):
         excluded = number[:, None] == number
         if not self.within_views:
             excluded = (number[:, None] < n) == (number < n)
-        # A row of a sample that is not there keeps its positive, so that its loss is finite; it does not count.
+        # A missing sample's row keeps its positive, so that its loss is finite; it does not count.
         excluded = excluded | (~valid.repeat(2) & ((number[:, None] - number).abs() != n))
         scores: torch.Tensor = z @ z.T / temperature
         return scores.masked_fill(excluded, float("-inf"))
@@ -283,7 +283,7 @@ class Siglip(Contrastive):
     over all pairs is divided by the number of samples.
     """
 
-    changes = "tells for each pair of views by itself whether it is one of a sample"
+    changes = "decides for each pair of views separately whether it belongs to one sample"
     learning = "loss=siglip"
 
     def __init__(self, group: Count = 16) -> None:
@@ -294,7 +294,7 @@ class Siglip(Contrastive):
         self._give(model, BIAS, -10.0)
 
     def embeddings(self, output: Tree) -> Tree:
-        """The views (n, 2, d), and scale and bias, which are all samples'."""
+        """The views (n, 2, d), and scale and bias, shared by all samples."""
         scale, bias = (wide(getattr(self._model, name)).mean() for name in (SCALE, BIAS))
         return ComparingLoss.embeddings(self, output), scale.exp(), bias
 
@@ -311,10 +311,10 @@ class Siglip(Contrastive):
 
 
 class OfClasses(ComparingLoss):
-    """The base of the losses that bring the embeddings of one class together."""
+    """Base class of losses that draw embeddings of one class together."""
 
     takes = ("class",)
-    normalize = True  # whether distances are between embeddings of length 1
+    normalize = True  # True if embeddings are scaled to length 1
 
     def _distances(self, embeddings: torch.Tensor) -> torch.Tensor:
         z = embeddings[:, 0]
@@ -341,7 +341,7 @@ class Triplet(OfClasses):
     without one of both do not count. Distances are Euclidean, between embeddings of length 1 if `normalize`.
     """
 
-    changes = "keeps samples of other classes further away than those of the same by a margin"
+    changes = "keeps other classes' samples farther away than the own class's, by a margin"
 
     def __init__(self, margin: Positive = 0.2, normalize: bool = True, group: Count = 32) -> None:
         self.margin, self.normalize, self.group = margin, normalize, group
@@ -362,11 +362,11 @@ class Triplet(OfClasses):
 class SupCon(OfClasses):
     """Supervised contrastive loss (Khosla et al. 2020, equation 2): each sample finds all others of its class in the batch.
 
-    Of the softmax over its similarities to all other samples, divided by `temperature`, it is the mean of -log over those of its
-    class. Samples that are alone of their class do not count.
+    A sample's loss is the mean of -log softmax over the others of its class, with similarities to all other samples divided by
+    `temperature`. Samples that are alone in their class do not count.
     """
 
-    changes = "draws all samples of a class together, and those of other classes apart"
+    changes = "draws samples of one class together, and of different classes apart"
 
     def __init__(self, temperature: Positive = 0.1, group: Count = 32) -> None:
         self.temperature, self.group = temperature, group

@@ -22,27 +22,27 @@ from drivetrain.loss.classification import lowest_and_highest
 if TYPE_CHECKING:
     from drivetrain.loss.parted_head import PartedHead
 
-PADDING = -100  # a target that does not count
-STREAM = 15  # of the random numbers of samples
-MASKED, CHANGED = 0.8, 0.9  # of the tokens that are hidden: become the mask's token, or any other
-PART = 12 << 20  # logits that exist at a time: 48 MiB in float32
-LARGE = 1 << 15  # classes from which on the loss is computed without all logits
+PADDING = -100  # the label of ignored targets
+STREAM = 15  # key of the samples' random numbers
+MASKED, CHANGED = 0.8, 0.9  # shares of hidden tokens that become the mask's token, or any other
+PART = 12 << 20  # logits in memory at once: 48 MiB in float32
+LARGE = 1 << 15  # from this number of classes on, logits are computed in parts
 
 
 class NextToken(Loss):
     """Cross entropy of the next token. An evaluation reports it in nats, and in bits per token (here a token is a byte).
 
-    With `chunks` the model's output layer and the loss are computed together for so many parts of the tokens, so that the
-    logits exist for one part at a time: with a large vocabulary they are most of a model's memory. By default that is so from
-    32,768 classes on, where the output layer is one product, in parts of 12 million logits; an evaluation does it too where no
-    metric takes the logits. `z_loss` adds to each token's loss so much of the square of its logits' logsumexp, in training (PaLM,
-    Chowdhery et al. 2022).
+    With `chunks` the output layer and the loss are computed together in that many parts of the tokens, so that only one part's
+    logits exist at a time: with a large vocabulary they dominate a model's memory. The default does so from 32,768 classes on,
+    if the output layer is one product, in parts of 12 million logits. An evaluation does it too unless a metric takes the
+    logits. In training, `z_loss` adds that multiple of the squared logsumexp of each token's logits (PaLM, Chowdhery et al.
+    2022).
     """
 
     metrics = ("loss", "bits_per_byte")
     best = ("bits_per_byte", min)
     takes: tuple[TargetKind, ...] = ("tokens",)
-    head: PartedHead | None = None  # the model's output layer, where its logits are computed in parts
+    head: PartedHead | None = None  # the model's output layer, if its logits are computed in parts
 
     def resolve(self, run: RunSpec) -> Self:
         if run.data.byte_tokens:
@@ -58,7 +58,7 @@ class NextToken(Loss):
             yield f"{self.target_key}.chunks={self.chunks} computes the output layer in parts, and {why}: set it to 1"
 
     def _obstacle(self, run: RunSpec) -> str:
-        """Why the output layer cannot be computed with the loss, as far as the options show; else ""."""
+        """The reason in the options why the output layer cannot be computed with the loss; else ""."""
         if self.target_key != "loss":
             return "a sum of losses takes whole outputs"
         if (
@@ -68,7 +68,7 @@ class NextToken(Loss):
         return ""
 
     def setup(self, context: BuildContext) -> None:
-        # Where each token of a sample is a target, and the lengths are known, the batch weights micro-batches by them already.
+        # If each token of a sample is a target and lengths are known, the batch already weights micro-batches by them.
         weighed = context.batch.lengths is not None and context.batch.weighs_by_length
         self.counted = not (weighed and context.run.data.each_token_counts)
 
@@ -145,7 +145,7 @@ class NextToken(Loss):
 
 
 class TokenClass(NextToken):
-    """Cross entropy of a class at each token that has one, as the first token of each word has. Reports accuracy too."""
+    """Cross entropy of a class at each labelled token, such as the first token of each word. Reports accuracy too."""
 
     metrics = ("loss", "accuracy")
     best = ("accuracy", max)
@@ -159,15 +159,15 @@ class TokenClass(NextToken):
         self.counted = True  # not every token has a class
 
     def reported(self, loss: torch.Tensor, right: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Sums of the loss and of correct answers, and the number of tokens that have a class (3,)."""
+        """Sums of the loss and of correct answers, and the number of labelled tokens (3,)."""
         return torch.stack([loss, right.to(loss.dtype), count])
 
 
 class MaskedToken(TokenClass):
-    """Cross entropy of tokens that are hidden from the model (Devlin et al. 2019), drawn for each sample and epoch.
+    """Cross entropy of tokens hidden from the model (Devlin et al. 2019), drawn for each sample and epoch.
 
     Of a text's tokens the share `share` is chosen: 80 % of these become the mask's token, 10 % any token, and 10 % stay. The
-    mask's token is that of the model's own tokenizer; where tokens are the data's own, it is the last of them.
+    mask's token is from the model's own tokenizer; for the data's own tokens it is the last one.
     """
 
     best = ("loss", min)
@@ -188,7 +188,7 @@ class MaskedToken(TokenClass):
         yield from super().validate(run)
         if run.model.tokens:
             yield (
-                f"loss=masked_token hides tokens within a text, and {run.named('model')} reads only what is before: set "
+                f"loss=masked_token hides tokens within a text, but {run.named('model')} reads only the tokens before: set "
                 "model=transformers with model.name=bert or another, or loss=next_token"
             )
 
@@ -206,7 +206,7 @@ class MaskedToken(TokenClass):
 
 @dataclass(frozen=True)
 class Masking:
-    """Turns samples of a text to be continued into such with hidden tokens: what follows is what was read."""
+    """Turns samples for next-token prediction into samples with hidden tokens."""
 
     share: float
     mask: int

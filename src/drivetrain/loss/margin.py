@@ -23,18 +23,18 @@ class ArcFace(OverClasses):
     """Additive angular margin (Deng et al. 2019): embeddings of a class come within a narrower angle of its centre.
 
     The model's last linear layer gives `scale` × the cosines between its input and its rows, the centres of the classes, without
-    a bias; what it reads is the embedding. In training the angle to the right class is `margin` radians wider; beyond π, where
+    a bias; its input is the embedding. In training the angle to the right class is `margin` radians wider; beyond π, where
     that would count for less, the cosine is lower by margin × sin margin instead. An evaluation is without the margin.
     """
 
-    changes = "classifies by angles, and keeps a margin between classes"
+    changes = "classifies by angles with a margin between classes"
     takes = ("class",)
 
     def __init__(self, margin: Margin = 0.5, scale: Positive = 64.0) -> None:
         self.margin, self.scale = margin, scale
 
     def add_parameters(self, model: torch.nn.Module) -> None:
-        """Put a layer that gives cosines in the place of the model's last one. Raises UserError where it is not linear."""
+        """Replace the model's last layer by one that gives cosines. Raises UserError if it is not linear."""
         from drivetrain.loss.cosine import CosineLinear
 
         outputs = Architecture.of(model).outputs

@@ -23,12 +23,12 @@ OFFERS = ("output", "target", "input", "batch", "model", "progress", "phase")
 
 
 class OwnLoss(PartedLoss):
-    """The function or class `target` (a dotted name) of a package that is listed in `trust`; `kwargs` are its arguments.
+    """The function or class `target` (a dotted name) of a package listed in `trust`; `kwargs` are its arguments.
 
     It gets what its parameters name: output, target (or y), input (or x), batch, model, progress, phase; without output and model
-    among them (output, target) by position. It returns the mean over the samples, or a mapping of parts: `loss` is then what is
-    trained, or their sum where there is none. To average over something else, give it a method `count(y)`, the number of items
-    that its mean is over: the mean is then exact over micro-batches and ranks.
+    among them (output, target) by position. It returns the mean over the samples, or a mapping of parts: training then uses
+    `loss`, or without it the sum of the parts. To average over something else, give it a method `count(y)` for the number of
+    averaged items: the mean is then exact over micro-batches and ranks.
     """
 
     machine_local_keys = ("target",)
@@ -81,7 +81,7 @@ class OwnLoss(PartedLoss):
             f"the method count of {setting}", count, offers=("target", "input", "batch"), positions=("target",),
             decides=("target", "batch"),
         )  # fmt: skip
-        # Samples without more are counted by the batch already, where it weights micro-batches by them.
+        # The batch already counts plain samples, if it weights micro-batches by them.
         self.counted = count is not None or context.batch.weighs_by_length
         self.runs_model = "model" in self._call.needs
         if not self._call.positional and (problems := list(self._problems(setting, context))):
@@ -91,7 +91,7 @@ class OwnLoss(PartedLoss):
         self._progress = {training: ProgressView(context.progress, *length, training) for training in (True, False)}
 
     def _problems(self, setting: str, context: BuildContext) -> Iterator[str]:
-        """Yield what excludes that the loss runs the model, or is told how far the run is."""
+        """Yield the settings that exclude a loss that runs the model or reads the run's progress."""
         run = context.run
         if self.runs_model and self.target_key != Loss.target_key:
             yield (
@@ -146,7 +146,7 @@ class OwnLoss(PartedLoss):
         return parts["loss"]
 
     def evaluate(self, forward: Callable[[object], object], batch: MicroBatch, need_output: bool) -> tuple[Tree, torch.Tensor]:
-        """The output, and the loss, and that of each phase, times its items, and their number (metrics + 1,)."""
+        """The output, and the loss and each phase's loss times its items, with their number (metrics + 1,)."""
         output = forward(batch.x) if need_output or "output" in self._call.needs else None
         count = self.items(batch)
         with _evaluating(self.function):
@@ -190,7 +190,7 @@ class OwnLoss(PartedLoss):
         return RunModel(forward, self._context.model, whole, recorded)
 
     def _check_parts(self) -> None:
-        """Raise UserError where the loss never calls the whole model, and only its forward is compiled."""
+        """Raise UserError if the loss never calls the whole model, but only the model's forward is compiled."""
         run = self._context.run
         if run.compile.whole_forward and not run.compile.captures_step:
             raise UserError(
@@ -200,9 +200,9 @@ class OwnLoss(PartedLoss):
 
 
 class OwnComparing(ComparingLoss, OwnLoss):
-    """A user's loss over in-batch negatives, which says `compares_samples = True`. It gets the samples of all ranks.
+    """A user's loss over in-batch negatives, with `compares_samples = True`. It gets the samples of all ranks.
 
-    An evaluation computes it among each `group` samples in a row, by default 16, which is the same on any number of ranks.
+    An evaluation computes it within each `group` of consecutive samples, by default 16, for any number of ranks.
     """
 
     metrics, best = ("loss",), ("loss", min)
@@ -210,7 +210,7 @@ class OwnComparing(ComparingLoss, OwnLoss):
 
     @classmethod
     def made_of(cls, own: OwnLoss, context: BuildContext) -> OwnComparing:
-        """Return a loss that is set up already as one of this class. Raises UserError where the run excludes it."""
+        """Return an already prepared loss as one of this class. Raises UserError if the run excludes it."""
         from drivetrain.config.validate import problems_of
 
         made = cls(own.target, own.kwargs).with_values(**vars(own), group=getattr(own.function, "group", 16))
@@ -258,7 +258,7 @@ class OwnComparing(ComparingLoss, OwnLoss):
 
 @contextmanager
 def _evaluating(function: object) -> Iterator[None]:
-    """Put a module and its parts into evaluation mode, where buffers stay as they are."""
+    """Put a module and its parts into evaluation mode, in which buffers do not change."""
     modules = [m for m in function.modules() if m.training] if isinstance(function, torch.nn.Module) else []
     for module in modules:
         module.training = False

@@ -51,7 +51,7 @@ class Mse(Regression):
 class L1(Regression):
     """Mean absolute error: the outputs estimate the median; far-off targets weigh no more than others."""
 
-    changes = "minimizes the mean absolute error, whose best guess is the median"
+    changes = "minimizes the mean absolute error, so that the best guess is the median"
     name = "l1"
 
     def error(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The metrics that an evaluation computes beside the loss's own figures: config group `metrics`, a list of options."""
+"""The metrics of an evaluation in addition to the loss's figures: config group `metrics`, a list of options."""
 
 from drivetrain.metrics.base import Metric
 

@@ -1,4 +1,4 @@
-"""The base of every metric: an option that keeps what it needs of each batch, and gives figures of the whole set."""
+"""The base of every metric: an option that accumulates batches and returns figures of the whole set."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from drivetrain.core.step.target_kinds import TargetKind, describe, unsaid
 from drivetrain.core.step.trees import Tree
 
 DIRECTIONS: dict[str, Better] = {"min": min, "max": max}
-EXTRA = "metrics"  # of drivetrain's package, which brings torchmetrics
+EXTRA = "metrics"  # the extra of drivetrain's package with torchmetrics
 
 
 class TableRecord(TypedDict):
-    """A table that an evaluation gives, as it is written to result.json."""
+    """An evaluation's table, in the form of result.json."""
 
     rows: list[str]  # their names
     columns: list[str]
@@ -29,19 +29,19 @@ class TableRecord(TypedDict):
 class Metric(Option, groups.Metric):
     """A metric of an evaluation. `update` takes each batch; `figures` and `table` give the result over all ranks.
 
-    Every sample counts once on any number of ranks: sums and counts are added up in the end, never means.
+    Every sample counts once on any number of ranks: sums and counts are joined at the end, never means.
     """
 
     why_fixed: ClassVar[str] = "the evaluations of a run have the same metrics"
     name: str  # of its option, and of its figure
     by_torchmetrics: ClassVar[bool] = False
-    counts: ClassVar[bool] = False  # whether its figures count answers that are right or wrong
-    share: ClassVar[bool] = False  # whether its figure is the share of the answers that are right
-    takes: tuple[TargetKind, ...] = ()  # the kinds of targets that it can be computed from
-    better: Literal["min", "max"] | None = "max"  # which of two of its values is better; None: neither
+    counts: ClassVar[bool] = False  # True if its figures count right and wrong answers
+    share: ClassVar[bool] = False  # True if its figure is the share of right answers
+    takes: tuple[TargetKind, ...] = ()  # the accepted kinds of targets
+    better: Literal["min", "max"] | None = "max"  # the better direction of its value; None: neither
     kind: TargetKind | None = None  # of the run's targets
     positive: str | int | None = None  # the class that counts alone; None: all
-    _counted: slice | list[int] = slice(None)  # the numbers of the classes that count
+    _counted: slice | list[int] = slice(None)  # the numbers of the counted classes
 
     def effect_as_set(self) -> Effect:
         """Return "exact": it only watches."""
@@ -49,7 +49,7 @@ class Metric(Option, groups.Metric):
 
     @property
     def directions(self) -> dict[str, Better | None]:
-        """The figures that it gives by name, and which of two values is better."""
+        """Its figures by name, with their better direction."""
         return {self.name: None if self.better is None else DIRECTIONS[self.better]}
 
     def resolve(self, run: RunSpec) -> Self:
@@ -86,11 +86,11 @@ class Metric(Option, groups.Metric):
         self.state = place(self.create(context), context.device, context.parallel)
 
     def create(self, context: BuildContext) -> Any:
-        """Make the State or the torchmetrics.Metric that keeps what `prepare` returns."""
+        """Make the State or the torchmetrics.Metric for the values of `prepare`."""
         raise self.unwritten("create")
 
     def prepare(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return what the state is updated with, for a batch. Nothing here may wait for the device."""
+        """Return a batch's arguments for the state's update. Must not wait for the device."""
         return output, target
 
     def reset(self) -> None:
@@ -98,21 +98,21 @@ class Metric(Option, groups.Metric):
         self.state.reset()
 
     def update(self, output: Tree, target: Tree, batch: MicroBatch | None = None) -> None:
-        """Take a batch: what the model returned, and the targets, both in the data's units."""
+        """Take a batch: the model's output and the targets, both in the data's units."""
         self.state.update(*self.prepare(output, target))
 
     @property
     def tried_on(self) -> int:
-        """The number of samples that it is tried on before training begins."""
+        """The number of samples for its trial before training."""
         return 2
 
     @property
     def needs_output(self) -> bool:
-        """True if it measures what the model returns for the batch."""
+        """True if it can measure the model's output for the batch."""
         return True
 
     def check(self, output: Tree, target: Tree, batch: MicroBatch) -> None:
-        """Take an example, and forget it. Whatever it raises shows that the metric cannot take what the model returns."""
+        """Take an example, and forget it. An exception shows that the metric cannot take the model's output."""
         self.reset()
         self.update(output, target, batch)
         self.reset()
@@ -124,11 +124,11 @@ class Metric(Option, groups.Metric):
         return self.figures(computed), {} if table is None else {self.name: table}
 
     def figures(self, computed: Any) -> dict[str, float]:
-        """Return the figures by name, from what the state has computed."""
+        """Return the figures by name, from the state's result."""
         return {self.name: float(computed)}
 
     def table(self, computed: Any) -> TableRecord | None:
-        """Return the table, from what the state has computed; None: it has none."""
+        """Return the table from the state's result, or None."""
         return None
 
     def class_names(self) -> list[str]:
@@ -137,7 +137,7 @@ class Metric(Option, groups.Metric):
 
 
 def _fitting(kind: TargetKind) -> Sequence[str]:
-    """Return the names of the metrics that are computed from such targets."""
+    """Return the names of the metrics for such targets."""
     options = [Metric]
     for option in options:
         options += option.__subclasses__()
@@ -147,7 +147,7 @@ def _fitting(kind: TargetKind) -> Sequence[str]:
 def rows(output: torch.Tensor, target: torch.Tensor, kind: TargetKind | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits (n, classes) and targets (n,) of samples, of pixels or of tokens. A target below 0 does not count.
 
-    Pixels have their classes in dimension 1, (n, classes, height, width); one channel alone says how likely class 1 is.
+    Pixels have their classes in dimension 1, (n, classes, height, width); a single channel holds the logit of class 1.
     """
     if kind == "mask":
         if output.shape[1] == 1:
@@ -158,7 +158,7 @@ def rows(output: torch.Tensor, target: torch.Tensor, kind: TargetKind | None) ->
 
 
 def probabilities(output: torch.Tensor, kind: TargetKind | None) -> torch.Tensor:
-    """Return the probabilities of classes, or of labels, each by itself."""
+    """Return the probabilities of classes, or separately of labels."""
     values = output.float() if output.dtype.itemsize < 4 else output
     return values.sigmoid() if kind == "labels" else values.softmax(-1)
 

@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 class OwnMetric(Metric):
-    """The class or function `target` (a dotted name) of a package that is listed in `trust`.
+    """The class or function `target` (a dotted name) of a package listed in `trust`.
 
     A torchmetrics.Metric class is made with `kwargs` (and `classes` or `num_classes`, if it has parameters of these names) and
     updated with (output, target) of each batch. A function is called once, with the outputs and the targets of the whole set, and
     `kwargs`: so it is exact on any number of ranks, and the outputs of the whole set have to fit on the device. With `mean` it is
-    called with each batch, and gets what its parameters name; its values are averaged over the samples. All give a number, or a
-    dict of numbers by name; `better` names those that may rank models.
+    called with each batch and gets the arguments that its parameters name; its values are averaged over samples. All give a
+    number, or a dict of numbers by name; `better` names those that may rank models.
     """
 
     machine_local_keys = ("target",)
@@ -61,7 +61,7 @@ class OwnMetric(Metric):
 
     @property
     def figure(self) -> str:
-        """The name of its figure, where it gives one number."""
+        """The name of its figure, if it returns one number."""
         return self.name or str(self.target).rpartition(".")[2]
 
     @property
@@ -89,7 +89,7 @@ class OwnMetric(Metric):
             self._call = UserCall(setting, target, self.kwargs, offers=("output", "target", *OF_EACH_BATCH))
             if more := [name for name in OF_EACH_BATCH if name in self._call.needs and not self.mean]:
                 raise UserError(
-                    f"{setting} names `{more[0]}`, which a function gets that is called with each batch: set "
+                    f"{setting} names `{more[0]}`, and only a function called with each batch gets that: set "
                     "metrics.own.mean=true, if its value is a mean over samples"
                 )
             lengths = [each.source.lengths for sets in context.evaluated.values() for each in sets.values()]
@@ -100,7 +100,7 @@ class OwnMetric(Metric):
             length = (context.horizon.updates, context.run.values["epochs"])
             self._progress = ProgressView(context.progress, *length, training=False)
             return Sums() if self.mean else Collected()
-        # A class that derives from it has imported it: nobody else waits for that.
+        # A derived class has already imported it; nobody else needs the import.
         torchmetrics = sys.modules.get("torchmetrics")
         if torchmetrics is None or not issubclass(target, torchmetrics.Metric):
             raise UserError(f"{setting} is no torchmetrics.Metric: derive from it, or name a function")
@@ -167,7 +167,7 @@ class OwnMetric(Metric):
         return {name: total / samples for name, total in zip(names, totals, strict=True)}
 
     def _named(self, value: Any) -> dict[str, float]:
-        """Return the figures by name. Raises UserError where they are no numbers."""
+        """Return the figures by name. Raises UserError if they are not numbers."""
         found = value if isinstance(value, dict) else {self.figure: value}
         try:
             return {str(name): float(number) for name, number in found.items()}

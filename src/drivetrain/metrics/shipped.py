@@ -1,4 +1,4 @@
-"""The metrics that ship: ratios of counts, areas under curves, language models', and those of numbers."""
+"""Shipped metrics: ratios of counts, areas under curves, and metrics of language models and of numbers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Average = Literal["macro", "micro", "weighted"]
 
 
 class _Counted(Metric):
-    """A metric whose state are sums of integers."""
+    """A metric with sums of integers as state."""
 
     counts = True
 
     def create(self, context: BuildContext) -> State:
         from drivetrain.metrics.states import Sums
 
-        # A mask that the model gives as one channel has the classes 0 and 1.
+        # A one-channel mask has the classes 0 and 1.
         self.classes = max(self.classes, 2) if self.kind == "mask" else self.classes
         return Sums(self.shape())
 
@@ -49,7 +49,7 @@ class _Counted(Metric):
 
 
 class Accuracy(_Counted):
-    """The share of the samples, pixels or tokens whose predicted class is right; of several labels, the share of right ones."""
+    """The share of samples, pixels or tokens with the right predicted class; for several labels, the share of right labels."""
 
     name = "accuracy"
     share = True
@@ -75,7 +75,7 @@ class Accuracy(_Counted):
 
 
 class TopK(Accuracy):
-    """The share whose class is among the `k` that the model finds the most likely."""
+    """The share of samples with their class among the model's `k` likeliest."""
 
     name = "top5"
     takes = ("class", "mask", "tokens", "words")
@@ -93,7 +93,7 @@ class TopK(Accuracy):
 
 
 class _OfClasses(_Counted):
-    """A ratio of each class or label: of those that are right, those predicted and those there are, (3, classes)."""
+    """A ratio for each class or label, from counts of right, predicted and actual ones, (3, classes)."""
 
     takes: tuple[TargetKind, ...] = ("class", "labels", "mask", "words")
 
@@ -135,7 +135,7 @@ class _Score(_OfClasses):
 
 
 class PrecisionScore(_Score):
-    """Of those predicted to be of a class, the share that is."""
+    """The share of right ones among the predictions of a class."""
 
     name = "precision"
 
@@ -145,7 +145,7 @@ class PrecisionScore(_Score):
 
 
 class Recall(_Score):
-    """Of those of a class, the share that is found. Its macro average is the balanced accuracy."""
+    """The share of a class's members that are found. Its macro average is the balanced accuracy."""
 
     name = "recall"
 
@@ -190,7 +190,7 @@ class Dice(IoU):
 
 
 class PerClass(_OfClasses):
-    """A table: precision, recall and F1 of each class or label (of pixels also IoU), and how many there are."""
+    """A table: precision, recall and F1 of each class or label (for pixels also IoU), and its count."""
 
     name = "per_class"
 
@@ -210,7 +210,7 @@ class PerClass(_OfClasses):
 
 
 class ConfusionMatrix(_Counted):
-    """A table: how many of each class (a row) are predicted to be of each class (a column)."""
+    """A table: the number of predictions of each class (columns) for each true class (rows)."""
 
     name = "confusion_matrix"
     takes = ("class", "labels", "mask", "words")
@@ -246,14 +246,14 @@ def divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
 
 
 class _Curve(Metric):
-    """The area under a curve of each class against the rest, or of each label; the mean over those that both occur and do not.
+    """The area under a curve of each class against the rest, or of each label; the mean over those with positives and negatives.
 
     Without `thresholds` it is exact, and all probabilities of the set are kept on the device.
     """
 
     by_torchmetrics = True
     takes = ("class", "labels")
-    needs_real_tensors = "the points of an exact curve are as many as there are different probabilities"
+    needs_real_tensors = "an exact curve has a point for each distinct probability"
 
     def __init__(self, thresholds: Bins | None = None, positive: ColumnName | int | None = None) -> None:
         self.thresholds, self.positive = thresholds, positive
@@ -291,7 +291,7 @@ class _Curve(Metric):
         return {self.name: float(values.mean())}
 
     def result(self) -> tuple[dict[str, float], dict[str, TableRecord]]:
-        with warnings.catch_warnings():  # of classes that do not occur, which are left out here
+        with warnings.catch_warnings():  # of absent classes, which are left out here
             warnings.simplefilter("ignore")
             return super().result()
 
@@ -309,7 +309,7 @@ class AveragePrecision(_Curve):
 
 
 class CalibrationError(Metric):
-    """The distance between the probability of the predicted class and the share that is right: the mean over bins of probability.
+    """The distance between the predicted class's probability and the share of right answers: the mean over bins of probability.
 
     It is the expected calibration error (Naeini et al. 2015). Of several labels, that of each label's probability.
     """
@@ -352,7 +352,7 @@ class Perplexity(Metric):
 
     def prepare(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits, tokens = rows(output, target, self.kind)
-        nats = torch.nn.functional.cross_entropy(logits, tokens, reduction="sum")  # of -100 (padding) there is none
+        nats = torch.nn.functional.cross_entropy(logits, tokens, reduction="sum")  # padding (-100) has no byte count
         return (torch.stack([nats.to(self._dtype), self.amount(tokens).sum().to(self._dtype)]),)
 
     def amount(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -365,7 +365,7 @@ class Perplexity(Metric):
 
 
 class BitsPerByte(Perplexity):
-    """The loss in bits for each byte of the text, which compares models of different tokenizers.
+    """The loss in bits per byte of the text, comparable between tokenizers.
 
     `Splits.token_bytes` are the bytes of each token of the vocabulary; without it a token is a byte.
     """

@@ -1,4 +1,4 @@
-"""The states of metrics: what they keep of the batches, on the run's device, joined over the ranks. Needs no torchmetrics."""
+"""The states of metrics: accumulated values on the run's device, joined over the ranks. Needs no torchmetrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drivetrain.core.typed import StateDict
 
 
 def place(state: Any, device: torch.device, parallel: groups.Parallel) -> Any:
-    """Put a State or a torchmetrics.Metric on a device, and let its `compute` be over the data-parallel ranks."""
+    """Put a State or a torchmetrics.Metric on a device, and let its `compute` join the data-parallel ranks."""
     several = parallel.data_world.size > 1
     state.distributed_available_fn = lambda: several
     state.dist_sync_fn = gather
@@ -25,7 +25,7 @@ def place(state: Any, device: torch.device, parallel: groups.Parallel) -> Any:
 
 
 def gather(rows: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """Return every rank's tensor. They may have different lengths. Raises UserError where they differ otherwise.
+    """Return every rank's tensor. They may differ in length. Raises UserError for other differences.
 
     A rank without a batch has none of the others' shape: of torchmetrics' lists an empty float32 vector.
     """
@@ -46,7 +46,7 @@ def gather(rows: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[t
 
 
 def unlike_shapes(why: str) -> str:
-    """Return why a function cannot be the metric, and what can."""
+    """Return why a function cannot be the metric, and the alternative."""
     return (
         f"metrics=[own]: a function gets the outputs and targets of all samples joined, and here {why}: name a "
         "torchmetrics.Metric class, which gets each batch, or set metrics.own.mean=true, if its value is a mean over samples"
@@ -56,8 +56,8 @@ def unlike_shapes(why: str) -> str:
 class State:
     """The state of a metric over one evaluation's batches. It has the methods of a torchmetrics.Metric that metrics call."""
 
-    process_group: dist.ProcessGroup | None = None  # of the ranks whose states are joined; None: of all
-    distributed_available_fn: Callable[[], bool] = staticmethod(lambda: False)  # whether there are several
+    process_group: dist.ProcessGroup | None = None  # group of the joined ranks; None: all
+    distributed_available_fn: Callable[[], bool] = staticmethod(lambda: False)  # True if there are several
 
     def to(self, device: torch.device) -> State:
         """Keep it on this device."""
@@ -75,7 +75,7 @@ class State:
 
 
 class Sums(State):
-    """Adds up tensors of one shape, which the first of them has where it is not given."""
+    """Adds up tensors of one shape: the given one, or the first tensor's."""
 
     def __init__(self, shape: tuple[int, ...] | None = None, dtype: torch.dtype = torch.int64) -> None:
         self.shape, self.dtype = shape, dtype
@@ -93,7 +93,7 @@ class Sums(State):
         self.sums += sums
 
     def compute(self) -> torch.Tensor:
-        """Return the sums in double precision, on the CPU: whatever is computed from them are a few numbers."""
+        """Return the sums in double precision, on the CPU, because results are only a few numbers."""
         assert self.sums is not None
         sums = self.sums.clone()
         if self.distributed_available_fn():
@@ -110,7 +110,7 @@ class Collected(State):
         self._parts: list[list[torch.Tensor]] = [[] for _ in trees.leaves(self.like)]
 
     def update(self, output: Tree, target: Tree) -> None:
-        """Keep a batch. Raises UserError where it cannot be joined with the others."""
+        """Keep a batch. Raises UserError if it cannot be joined with the others."""
         given = trees.leaves((output, target))
         if self.like is None:  # each rank has seen the run's example, also one without a batch
             self.like = trees.map_tensors(lambda t: t[:0].clone(), (output, target))

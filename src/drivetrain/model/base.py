@@ -1,4 +1,4 @@
-"""The base of every model option: the network, the weights that it starts from, and which of them train."""
+"""The base of every model option: the network, its initial weights, and the choice of trained ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_START: dict[str, Any] = {
     "freeze": (),
     "unfreeze": {},
     "embedding_noise": 0.0,
-}  # as a finished run is built
+}  # True for a finished run
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Model(Option, groups.Model):
     """An option that builds a network for the data's shape and classes.
 
     `weights` is a file or a run to start from, without the names that match `weights_skip`. Parameters that match `freeze` do
-    not train; of these, `unfreeze` gives some the length of training after which they do. `embedding_noise` is that of NEFTune.
+    not train; `unfreeze` sets for some of them the length of training after which they do. `embedding_noise` is NEFTune's.
     """
 
     changes = "trains another network"
@@ -47,9 +47,9 @@ class Model(Option, groups.Model):
     embedding_noise: NonNegative = 0.0
 
     stage_keys: ClassVar[tuple[str, ...]] = ("freeze", "unfreeze", "unfreeze.*", "*drop*")
-    why_fixed: ClassVar[str] = "the weights go on into the next stage, so that the architecture stays"
-    pixels: ClassVar[bool | None] = False  # whether it gives an output for each pixel of an image; None: not known
-    takes_trees: ClassVar[bool] = False  # whether a forward may take several inputs
+    why_fixed: ClassVar[str] = "the weights continue in the next stage, so the architecture stays"
+    pixels: ClassVar[bool | None] = False  # True if it gives an output for each pixel of an image; None: unknown
+    takes_trees: ClassVar[bool] = False  # True if a forward may take several inputs
     machine_local_keys: ClassVar[tuple[str, ...]] = ("weights",)
     identifying_keys: ClassVar[tuple[str, ...]] = ("weights",)
 
@@ -71,7 +71,7 @@ class Model(Option, groups.Model):
         yield from self._weights_problems(run)
 
     def input_problem(self, inputs: object) -> str:
-        """The reason why the model cannot take two samples' inputs, which own data shows only when read; "" where it can."""
+        """The reason why the model cannot take two samples' inputs, which own data shows only when read; "" if it can."""
         if self.tokens is None or not isinstance(inputs, torch.Tensor):
             return ""
         shape = tuple(inputs.shape[1:])
@@ -82,7 +82,7 @@ class Model(Option, groups.Model):
         return ""
 
     def _weights_problems(self, run: RunSpec) -> Iterator[str]:
-        """Problems of the weights to start from, and of the parameters that do not train."""
+        """Problems of the initial weights and of the frozen parameters."""
         if self.weights_skip and self.weights is None:
             yield OperatorGives("model.weights_skip leaves out names of model.weights, which is not set: set model.weights=PATH")
         starts = flatten(self.unfreeze)
@@ -108,7 +108,7 @@ class Model(Option, groups.Model):
             )
 
     def build(self, context: BuildContext) -> torch.nn.Module:
-        """The network for the run's data, on its device, with the weights that it starts from.
+        """The network for the run's data, on its device, with its initial weights.
 
         Raises UserError if it does not take inputs of this structure.
         """
@@ -141,9 +141,9 @@ class Model(Option, groups.Model):
         return model.to(context.device)
 
     def _room(self, context: BuildContext) -> Iterator[tuple[int, str, int]]:
-        """Yield the bytes of parameters that each memory has room for, whose it is, and how often it holds them at the least.
+        """Yield the bytes of parameters that fit each memory, the memory's name, and the fewest copies that it holds.
 
-        Where a model trains, that counts gradients and the optimizer's state. Each rank of a machine creates the whole model in
+        In training the copies include gradients and the optimizer's state. Each rank of a machine creates the whole model in
         the machine's memory, and then moves it to its device.
         """
         all_train = context.trains and context.parallel.whole_model and not context.precision.frees_weights
@@ -162,11 +162,11 @@ class Model(Option, groups.Model):
 
     @property
     def given_weights(self) -> bool:
-        """True if training starts from weights that are given, not from random ones."""
+        """True if training starts from given weights, not from random ones."""
         return self.weights is not None
 
     def untrained(self) -> Model:
-        """Return this option for a run that is finished: without the weights that training started from, nothing frozen."""
+        """Return this option for a finished run: without initial weights, nothing frozen."""
         return replace(self, **NO_START)
 
     def create_for(self, context: BuildContext) -> torch.nn.Module:
@@ -178,7 +178,7 @@ class Model(Option, groups.Model):
         raise self.unwritten("create")
 
     def freeze_parameters(self, model: torch.nn.Module, context: BuildContext) -> Iterator[str]:
-        """Set requires_grad=False where a parameter never trains. Returns lines to log; raises UserError if nothing trains."""
+        """Set requires_grad=False on parameters that never train. Returns lines to log; raises UserError if nothing trains."""
         freeze = context.run.adapter.frozen(model) or self.freeze
         if not freeze:
             return iter(())
@@ -187,14 +187,14 @@ class Model(Option, groups.Model):
         return freezing.freeze(model, self._schedule(model, context, freeze))
 
     def trained(self, model: torch.nn.Module, context: BuildContext) -> list[str]:
-        """Return the names of the parameters that train at some time. Raises UserError for patterns that match nothing."""
+        """Return the names of parameters that train at any time. Raises UserError for patterns that match nothing."""
         from drivetrain.model import freezing
 
         freeze, names = context.run.adapter.frozen(model) or self.freeze, list(dict(model.named_parameters()))
         return freezing.trained(names, self._schedule(model, context, freeze)) if freeze else names
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
-        """Return the step, or one before whose updates parameters begin to train, and after which a model's own method runs."""
+        """Return the step, wrapped if parameters begin to train later or a method of the model runs after updates."""
         if self.unfreeze:
             from drivetrain.model import freezing
 
@@ -221,7 +221,7 @@ class Model(Option, groups.Model):
 
 @dataclass(eq=False)
 class AfterUpdateStep(WrappingStep):
-    """Calls a method of the user's model after each update that was made: for a teacher's average, or bounds of weights."""
+    """Calls a method of the user's model after each completed update, such as for a teacher's average or bounds of weights."""
 
     call: Callable[[], None]
 
@@ -233,5 +233,5 @@ class AfterUpdateStep(WrappingStep):
         return made
 
 
-# A subclass may have a constructor of its own that does not call this class's: then it has the defaults, as class attributes.
+# A subclass's constructor may not call this class's: then the defaults hold, as class attributes.
 Model.unfreeze = {}

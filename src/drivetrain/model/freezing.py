@@ -1,4 +1,4 @@
-"""Frozen parameters: those that never train, and those that begin to train in the middle of a run."""
+"""Frozen parameters: some never train, some begin to train in the middle of a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Schedule:
         return min((start for pattern, start in self._starts.items() if matches(name, pattern)), default=NEVER)
 
     def norm_start(self, name: str, norm: torch.nn.Module) -> float:
-        """Return the number of updates after which a norm's statistics change: with the first of its own parameters."""
+        """Return the number of updates after which a norm's statistics change: when the first of its parameters trains."""
         own = [parameter for parameter, _ in norm.named_parameters(recurse=False)] or ["running_mean"]
         return min(self.start(f"{name}.{parameter}".lstrip(".")) for parameter in own)
 
@@ -51,7 +51,7 @@ class Schedule:
 
 
 def freeze(model: torch.nn.Module, schedule: Schedule) -> Iterator[str]:
-    """Set requires_grad=False where a parameter never trains, and keep the statistics of norms that never do.
+    """Set requires_grad=False on parameters that never train, and keep the statistics of norms that never train.
 
     Yields lines to log. Raises UserError if no parameter trains from the start.
     """
@@ -72,7 +72,7 @@ def freeze(model: torch.nn.Module, schedule: Schedule) -> Iterator[str]:
 
 
 def trained(names: Sequence[str], schedule: Schedule) -> list[str]:
-    """Return the names of parameters that train at some time. Raises UserError if none does from the start."""
+    """Return the names of parameters that train at any time. Raises UserError if none does from the start."""
     starts = {name: schedule.start(name) for name in names}
     _check_some_train(starts)
     return [name for name, start in starts.items() if start != NEVER]
@@ -95,10 +95,10 @@ class Unfreezing:
         norm_starts = ((norm, schedule.norm_start(name, norm)) for name, norm in norms)
         self._parameters = [(p, start) for p, start in starts if start]
         self._norms = [(norm, start) for norm, start in norm_starts if 0 < start < NEVER]
-        self.next = 0.0  # the update at which something changes; the first call sets what trains at the current one
+        self.next = 0.0  # the next update with a change; the first call sets the current state
 
     def reach(self, update: int) -> None:
-        """Set what trains at an update."""
+        """Set requires_grad for an update."""
         for p, start in self._parameters:
             p.requires_grad_(start <= update)
         for norm, start in self._norms:
@@ -109,7 +109,7 @@ class Unfreezing:
 
 @dataclass(eq=False)
 class UnfreezingStep(WrappingStep):
-    """A step before whose updates parameters begin to train. What trains depends on the number of updates alone."""
+    """A step that lets parameters begin to train before updates. Only the number of updates decides."""
 
     unfreezing: Unfreezing
     progress: Progress
@@ -121,7 +121,7 @@ class UnfreezingStep(WrappingStep):
 
 
 def _norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield names and modules of the norms that keep running statistics."""
+    """Yield names and modules of norms with running statistics."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.track_running_stats:
             yield name, module

@@ -1,4 +1,4 @@
-"""The test whether the hub of Hugging Face can be reached: its own client tries for a minute or more before it says so."""
+"""The test whether Hugging Face's hub can be reached: the hub's own client would try for a minute or more."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Sequence
 
 from drivetrain.core.errors import UserError, did_you_mean
 
-PROBE_S = 3  # seconds in which the hub has to answer
+PROBE_S = 3  # seconds for the hub's answer
 
 
 def only_cached(name: str, file: str, setting: str, instead: str, known: Sequence[str] = ()) -> bool:
     """True if the hub does not answer, and this file of its model is in the cache.
 
-    Raises UserError where neither has it: it says what to do `instead`, and which of the `known` names is near.
+    Raises UserError if neither has it, with what to do `instead` and the nearest of the `known` names.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
     try:
         cached = isinstance(try_to_load_from_cache(name, file), str)
-    except ValueError:  # the name is that of a folder
+    except ValueError:  # the name of a folder
         raise UserError(f"{setting} is no folder: {instead}") from None
     answer: list[int] = []
 
@@ -36,7 +36,7 @@ def only_cached(name: str, file: str, setting: str, instead: str, known: Sequenc
             pass
 
     if not constants.HF_HUB_OFFLINE:
-        asking = threading.Thread(target=ask, daemon=True)  # a name's look-up has no limit of its own
+        asking = threading.Thread(target=ask, daemon=True)  # a name's look-up has no time limit
         asking.start()
         asking.join(PROBE_S)
     if answer and answer[0] != 404:

@@ -1,4 +1,4 @@
-"""The networks for vectors and images that ship: a multilayer perceptron, a small ResNet, and a small U-Net."""
+"""Shipped networks for vectors and images: a multilayer perceptron, a small ResNet, and a small U-Net."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ class Block(nn.Sequential):
 class UNet(nn.Module):
     """Images (n, c, h, w) of at least 2^depth pixels a side to logits (n, classes, h, w).
 
-    Each of `depth` levels halves the size and doubles the channels; on the way up a level also sees what it saw on the way
-    down. It enlarges by repeating pixels, which needs no size to be a multiple of anything.
+    Each of `depth` levels halves the size and doubles the channels; on the way up a level also reads its own output of the way
+    down. It enlarges by repeating pixels, so that any size works.
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, width: int, depth: int) -> None:

@@ -13,8 +13,8 @@ from drivetrain.core.errors import UserError
 def add(model: torch.nn.Module, alpha: float) -> None:
     """Let the model add uniform noise to its embeddings of tokens while it trains (NEFTune, Jain et al. 2024).
 
-    It is between ± alpha / √(length × width), by the length that a batch is filled up to, as TRL has it, and drawn as dropout is.
-    The embedding is what transformers' get_input_embeddings names, else the first. Raises UserError where there is none.
+    It is between ± alpha / √(length × width), with the batch's padded length as in TRL, and drawn like dropout. The embedding is
+    transformers' get_input_embeddings, else the first one. Raises UserError without an embedding.
     """
     named = getattr(model, "get_input_embeddings", lambda: None)()
     embedding = named or next((m for m in model.modules() if isinstance(m, torch.nn.Embedding)), None)

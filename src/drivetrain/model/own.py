@@ -15,9 +15,9 @@ from drivetrain.model.base import Model
 
 @dataclass(eq=False)
 class OwnModel(Model):
-    """The class or function `target` (a dotted name) of a package that is listed in `trust`; `kwargs` are its arguments.
+    """The class or function `target` (a dotted name) of a package listed in `trust`; `kwargs` are its arguments.
 
-    `shape`, `classes` and `num_classes` are passed too if it has parameters of these names.
+    `shape`, `classes` and `num_classes` are passed too if it has such parameters.
     """
 
     target: str | None = None

@@ -86,7 +86,7 @@ class UNet(Model):
 class Gpt(Model):
     """A small decoder-only transformer (drivetrain.model.gpt) that predicts the next token from those before it.
 
-    Where the data has a class for each text, a head on the mean over the text's tokens predicts that.
+    If the data has a class for each text, a head on the mean over the text's tokens predicts it.
     """
 
     width: Count = 256
@@ -127,7 +127,7 @@ class Gpt(Model):
         return gpt.Gpt(shape[0], classes, *self._sizes)
 
     def classifier(self, shape: tuple[int, ...], classes: int, vocabulary: int) -> torch.nn.Module:
-        """A freshly initialised network for texts of `vocabulary` tokens, with `classes` outputs for each text."""
+        """A freshly initialised network for texts of `vocabulary` tokens, with `classes` outputs per text."""
         from drivetrain.model import gpt
 
         return gpt.GptClassifier(shape[0], classes, vocabulary, *self._sizes)

@@ -15,7 +15,7 @@ from drivetrain.model import hub
 from drivetrain.model.base import NO_START, Model
 
 # A network's keys for recipes: the numbers of timm's architectures, not what create_model reads itself (paths, addresses,
-# caches, pretrained_cfg). A network that has no such argument says so when it is built.
+# caches, pretrained_cfg). A network without such an argument raises an error when it is built.
 NUMBERS = """
     act_first always_partition attn_drop_rate attn_mlp_ratio attn_pool_mlp_ratio attn_pool_num_heads attn_ratio avg_down
     base_width bias block_reduce_first bottle_ratio cardinality channels class_token conv_bias conv_mlp conv_ratio depth
@@ -38,7 +38,7 @@ ACTIVATIONS = """
     celu elu gelu gelu_tanh hard_mish hard_sigmoid hard_swish leaky_relu mish quick_gelu relu relu6 selu sigmoid silu swish
     tanh
 """
-NAMES = {  # argument → the texts that it may be
+NAMES = {  # argument → its allowed texts
     "act_layer": one_of(*ACTIVATIONS.split()),
     "norm_layer": one_of(*NORM_LAYERS.split()),
     "global_pool": one_of("", "avg", "max", "avgmax", "catavgmax", "fast", "map", "token"),
@@ -71,14 +71,14 @@ class TimmModel(Model):
         yield from super().validate(run)
         for key, instead in {"pretrained": "model.pretrained=true", "checkpoint_path": "model.weights=PATH"}.items():
             if key in self.kwargs:
-                yield f"model.kwargs.{key} names weights to start from, which a run has a key of its own for: set {instead}"
+                yield f"model.kwargs.{key} names initial weights, and a run has its own key for them: set {instead}"
         if self.drop_path is not None and "drop_path_rate" in self.kwargs:
             yield (
                 f"model.drop_path={self.drop_path} and model.kwargs.drop_path_rate={self.kwargs['drop_path_rate']} set the same "
                 "rate: leave the second one out"
             )
         if self.pretrained and self.weights is not None:
-            yield f"model.pretrained=true and model.weights={self.weights} are two sets of weights to start from: leave one out"
+            yield f"model.pretrained=true and model.weights={self.weights} are two sets of initial weights: leave one out"
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         if missing := list(needs_extra("timm", "timm", "model=timm")):
@@ -108,12 +108,12 @@ class TimmModel(Model):
         kwargs = {"in_chans": shape[0], "num_classes": classes, "drop_path_rate": self.drop_path, **self.kwargs}
         try:  # timm leaves out arguments that are None
             model = timm.create_model(self.name, pretrained=self.pretrained, **kwargs)
-        except TypeError as error:  # an argument that this network does not take
+        except TypeError as error:  # not an argument of this network
             if self.drop_path is not None and "drop_path_rate" in str(error):
                 raise self._no_drop_path() from None
             raise UserError(f"model.name={self.name} does not take these model.kwargs {self.kwargs}: {error}") from None
         if self.drop_path and not _drops_paths(model):
-            raise self._no_drop_path()  # it takes the argument, and makes nothing of it
+            raise self._no_drop_path()  # it takes the argument but ignores it
         if (size := _only_size(model)) is not None and size != tuple(shape[1:]):
             raise UserError(
                 f"model.name={self.name} takes images of {size[0]}×{size[1]}, and the data gives {shape[1]}×{shape[2]}: set "
@@ -122,7 +122,7 @@ class TimmModel(Model):
         return model
 
     def _reach_weights(self) -> None:
-        """Raise UserError where the weights are neither in the cache nor to be had: timm would try for more than a minute."""
+        """Raise UserError if the weights are neither in the cache nor on the hub: timm would try for more than a minute."""
         import timm
 
         found = timm.get_pretrained_cfg(self.name)
@@ -132,7 +132,7 @@ class TimmModel(Model):
             hub.only_cached(found.hf_hub_id, found.hf_hub_filename or "model.safetensors", setting, instead)
 
     def _no_drop_path(self) -> UserError:
-        """The refusal of a network that has no stochastic depth."""
+        """The refusal of a network without stochastic depth."""
         return UserError(
             f"model.drop_path={self.drop_path}: model.name={self.name} drops no residual branches (timm's drop_path_rate): set "
             "model.drop_path=null, or a network that does, such as model.name=resnet18"
@@ -140,7 +140,7 @@ class TimmModel(Model):
 
 
 def _only_size(model: torch.nn.Module) -> tuple[int, int] | None:
-    """The height and width of the images that a transformer of timm takes; None where it takes several."""
+    """The height and width of a timm transformer's images; None if it takes several sizes."""
     embed: Any = getattr(model, "patch_embed", None)
     size = getattr(embed, "img_size", None)
     return tuple(size) if size is not None and getattr(embed, "strict_img_size", False) else None
@@ -151,7 +151,7 @@ def _shown(size: tuple[int, ...]) -> str:
 
 
 def _drops_paths(model: torch.nn.Module) -> bool:
-    """Return whether a block of a timm model may drop its residual branch. EfficientNet's blocks without one say so."""
+    """Return whether a block of a timm model may drop its residual branch. EfficientNet's blocks without one declare it."""
     from timm.layers import DropPath
 
     blocks = (block for block in model.modules() if getattr(block, "has_skip", True))

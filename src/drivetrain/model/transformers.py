@@ -1,4 +1,4 @@
-"""model=transformers: any model of Hugging Face's transformers, whose head follows the data."""
+"""model=transformers: any model of Hugging Face's transformers, with a head for the data."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from drivetrain.core.step.trees import Tree, first, shape_of
 from drivetrain.model import hub
 from drivetrain.model.base import NO_START, Model
 
-KEPT = "model_config.json"  # in the run's directory: the model is built again without the folder or the hub
+KEPT = "model_config.json"  # in the run's directory: rebuilds the model without the folder or the hub
 TOKENIZER = "tokenizer.json"
-MOST_LAYERS = 10_000  # of a model that a config.json names
+MOST_LAYERS = 10_000  # limit of a model from a config.json
 PADDING = 0  # pads texts that have a class, where their tokens are not those of the model's own tokenizer
-HEADS = {  # head → the class of transformers that has it, and what it gives
+HEADS = {  # head → its class of transformers, and its outputs
     "sequence": ("AutoModelForSequenceClassification", "outputs for each text"),
     "token": ("AutoModelForTokenClassification", "outputs for each token"),
     "causal": ("AutoModelForCausalLM", "the next token"),
@@ -63,8 +63,8 @@ class Transformers(Model):
     attention: Literal["auto", "sdpa", "eager", "flash", "flex"] = "auto"
     head: Literal["auto", "sequence", "token", "causal", "masked", "image"] = "auto"
 
-    _finished: bool = field(default=False, init=False)  # a run that is over has kept its config
-    began: bool = field(default=False, init=False)  # whether it began with given weights
+    _finished: bool = field(default=False, init=False)  # a finished run has kept its config
+    began: bool = field(default=False, init=False)  # True if it began with given weights
     machine_local_keys = identifying_keys = (*Model.machine_local_keys, "pretrained")
     tokens = generates = None
     may_be_transformer = True
@@ -77,7 +77,7 @@ class Transformers(Model):
                 "model=transformers needs model.name, such as bert, a folder, or distilbert/distilbert-base-uncased"
             )
         if self.pretrained and self.weights is not None:
-            yield f"model.pretrained=true and model.weights={self.weights} are two sets of weights to start from: leave one out"
+            yield f"model.pretrained=true and model.weights={self.weights} are two sets of initial weights: leave one out"
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from (missing := list(needs_extra("transformers", "transformers", "model=transformers")))
@@ -129,7 +129,7 @@ class Transformers(Model):
         return model
 
     def _check_packing(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Raise UserError where a text sees another one of its row: not every architecture and attention tells them apart."""
+        """Raise UserError if packed texts of a row see each other: not every architecture and attention separates them."""
         from torch._guards import detect_fake_mode
 
         rows = torch.tensor([[1, 2, 3, 1, 2], [2, 3, 1, 1, 2]], device=device)
@@ -182,7 +182,7 @@ class Transformers(Model):
     # --- building ---
 
     def _head(self, run: RunSpec, x: torch.Tensor | None) -> str | None:
-        """The head for the run's targets and inputs; None where only the data's samples tell. Raises UserError."""
+        """The head for the run's targets and inputs; None if only the data's samples decide. Raises UserError."""
         if self.head != "auto":
             return self.head
         kind, tokens = run.target_kind, run.data.tokens
@@ -202,7 +202,7 @@ class Transformers(Model):
         return None if tokens is None else "image"
 
     def _class(self, head: str, config: Any) -> Any:
-        """The class of transformers that has the head. Raises UserError where there is none for this architecture."""
+        """The class of transformers with the head. Raises UserError without one for this architecture."""
         import transformers
 
         name, gives = HEADS[head]
@@ -250,13 +250,13 @@ class Transformers(Model):
                 return place / name
 
     def place(self) -> str:
-        """The folder, or the name on the hub, of the weights that training starts from."""
+        """The folder, or the name on the hub, of the initial weights."""
         return os.path.expanduser(str(self.name))
 
     def _fit(self, config: Any, head: str, context: BuildContext, x: torch.Tensor) -> None:
-        """Give the config the data's sizes, as far as they are not given. Raises UserError where they cannot be changed."""
+        """Set the data's sizes in the config unless they are given. Raises UserError if they cannot be changed."""
         data, new = context.data, not self.pretrained
-        config.use_cache = False  # else a forward in training keeps the keys and values of all tokens
+        config.use_cache = False  # otherwise a training forward keeps the keys and values of all tokens
         text = head != "image"
         if head not in ("causal", "masked") and config.num_labels != data.classes:
             config.num_labels = data.classes
@@ -297,7 +297,7 @@ class Transformers(Model):
                 f"{context.run.named('data')} has {tokens:,} tokens, and model.name={self.name} has a vocabulary of "
                 f"{config.vocab_size:,}: set data.tokenizer to the model's own, or model.pretrained=false"
             )
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):  # new models have those of no tokenizer
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):  # new models have no tokenizer's tokens
             if (number := getattr(config, name, None)) is not None and not self.pretrained and number >= config.vocab_size:
                 setattr(config, name, None)
         if head in ("token", "masked") or (head == "sequence" and data.vocabulary is not None):
@@ -311,7 +311,7 @@ class Transformers(Model):
             )
 
     def _loaded(self, cls: Any, config: Any, attention: str | None) -> Any:
-        """The model with the weights of its folder or name. Raises UserError where they are not the model's."""
+        """The model with the weights of its folder or name. Raises UserError if these are another model's."""
         model, found = cls.from_pretrained(
             self.place(), config=config, attn_implementation=attention, dtype=torch.float32, use_safetensors=True,
             ignore_mismatched_sizes=True, output_loading_info=True, trust_remote_code=False,
@@ -335,7 +335,7 @@ class Transformers(Model):
 
 
 def _with_mask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give a model of texts its mask: all that is no padding, and a text's first position, so that an empty one has one too."""
+    """Give a text model its mask: everything except padding, and always the first position, for empty texts."""
     if len(args) == 1 and "attention_mask" not in kwargs:
         real = args[0] != model.config.pad_token_id
         kwargs = {**kwargs, "attention_mask": torch.cat([torch.ones_like(real[:, :1]), real[:, 1:]], 1)}
@@ -343,12 +343,12 @@ def _with_mask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 
 def _logits(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tree) -> Any:
-    """The logits of an output of transformers; all of it where that is asked for, as its own `generate` does."""
+    """The logits of an output of transformers, or the whole output on request, as for its own `generate`."""
     return output if kwargs.get("return_dict") else output.logits
 
 
 def _read(file: Path, reader: Callable[[Path], Any] = files.read_json) -> Any:
-    """Read a file of a model's folder, which anybody may have made. Raises UserError with its problem."""
+    """Read a file of an untrusted model folder. Raises UserError with its problem."""
     try:
         return reader(file.resolve())
     except (OSError, ValueError) as error:
@@ -356,7 +356,7 @@ def _read(file: Path, reader: Callable[[Path], Any] = files.read_json) -> Any:
 
 
 def _config_of(content: Any, where: str, given: Mapping[str, Any]) -> Any:
-    """The config of a file's content, with the values that are given in place of its own. Raises UserError."""
+    """The config of a file's content, with given values replacing its own. Raises UserError."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
     kind = str(content.get("model_type")) if isinstance(content, dict) else ""
@@ -378,25 +378,25 @@ def _config_of(content: Any, where: str, given: Mapping[str, Any]) -> Any:
     own = {key: value for key, value in content.items() if key not in replaced and not key.startswith("_")}
     if "num_labels" in given:
         own = {key: value for key, value in own.items() if key not in ("id2label", "label2id")}
-    with _errors_of("model.config" if given else where):  # the class checks the types of what it is made of
+    with _errors_of("model.config" if given else where):  # the class checks its arguments' types
         return cls.from_dict({**own, **given})
 
 
 @contextmanager
 def _errors_of(setting: str) -> Iterator[None]:
-    """Raise UserError for what transformers refuses in its own words."""
+    """Turn transformers' own errors into UserError."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # it raises what the classes of its models do, and errors of huggingface_hub
+    except Exception as error:  # errors of its models' classes and of huggingface_hub
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise UserError(f"{setting}: transformers refuses this: {' '.join(lines[:2])}") from None
 
 
 def _log_quietly() -> None:
-    """Keep transformers from telling of new heads in its own words, and from drawing bars."""
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # what torch 2.15 says of torchao's enums
+    """Silence transformers' messages about new heads and its progress bars."""
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torch 2.15's warning about torchao's enums
     from transformers.utils import logging as theirs
 
     theirs.set_verbosity_error()

@@ -1,7 +1,7 @@
-"""The weights that a model starts from: model.weights.
+"""The initial weights of a model: model.weights.
 
-What a file has must fit the model: names and shapes, all of them. Adapted are only the head, where the data has another number
-of classes, and what timm adapts too: positional embeddings and the first convolution.
+All names and shapes of a file must fit the model. Only the head is adapted, if the data has another number of classes, and
+timm's cases: positional embeddings and the first convolution.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from drivetrain.saving import checkpoint_io, manifest
 Weights = dict[str, torch.Tensor]
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")  # keys under which other programs save the weights
-PREFIXES = ("module.", "model.")  # of all names: DistributedDataParallel's, and a LightningModule's
-INFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile's, and activation checkpointing's
-DEPTH = 8  # of such keys within one another
+PREFIXES = ("module.", "model.")  # prefixes of all names: DistributedDataParallel's, and a LightningModule's
+INFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")  # parts of names: torch.compile's, and activation checkpointing's
+DEPTH = 8  # nesting of such keys
 NAMED = 10  # names in a message
 
 
@@ -63,7 +63,7 @@ def load_into(model: torch.nn.Module, path: Path, skip: Sequence[str], shape: tu
 def read(path: Path) -> tuple[Path, Weights]:
     """Read a safetensors or weights-only torch file, a checkpoint, or a run: its best checkpoint, else its newest valid one.
 
-    Returns where the weights were found, and the weights on the CPU. Raises UserError.
+    Returns the weights' place, and the weights on the CPU. Raises UserError.
     """
     if path.is_dir():
         return _read_folder(path)
@@ -73,7 +73,7 @@ def read(path: Path) -> tuple[Path, Weights]:
         if path.suffix == ".safetensors":
             return path, safetensors.torch.load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch, pickle and safetensors raise for bytes that are something else
+    except Exception as error:  # torch, pickle and safetensors may raise anything for other bytes
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
             f"model.weights={path} is not a file of weights alone ({line}): write one by torch.save(model.state_dict(), …) or "
@@ -99,7 +99,7 @@ def _read_folder(folder: Path) -> tuple[Path, Weights]:
 
 
 def _tensors_of(path: Path, content: object) -> Weights:
-    """The tensors of a torch file, which may hold them under a key of their own, beside an optimizer's state and counters."""
+    """The tensors of a torch file, perhaps under a key next to an optimizer's state and counters."""
     for _ in range(DEPTH):
         if not isinstance(content, Mapping):
             break
@@ -107,7 +107,7 @@ def _tensors_of(path: Path, content: object) -> Weights:
         if inner is None:
             break
         content = inner
-    else:  # a file can hold a mapping that holds itself
+    else:  # a file's mapping can contain itself
         raise UserError(f"model.weights={path} holds itself, or {DEPTH} keys in one another: save model.state_dict() alone")
     found = content if isinstance(content, Mapping) else {}
     weights = {str(name): value for name, value in found.items() if isinstance(value, torch.Tensor)}
@@ -118,7 +118,7 @@ def _tensors_of(path: Path, content: object) -> Weights:
 
 
 def _plain_names(weights: Weights, own: Mapping[str, object]) -> Weights:
-    """Remove what wrappers have added to the names."""
+    """Remove wrappers' additions to the names."""
     for infix in INFIXES:
         if not any(infix in name for name in own):
             weights = {name.replace(infix, ""): tensor for name, tensor in weights.items()}
@@ -139,14 +139,14 @@ def _adapted_by_timm(model: torch.nn.Module, weights: Weights, own: Mapping[str,
         return weights
     try:
         return dict(convert(dict(weights), model))
-    except Exception:  # a filter expects the layers of its model: what is missing is then named with all other problems
+    except Exception:  # a filter expects its model's layers: missing ones are reported with all other problems
         return weights
 
 
 def _adapt_first_convolution(
     model: torch.nn.Module, weights: Weights, own: Mapping[str, torch.Tensor], shape: tuple[int, ...]
 ) -> Iterator[str]:
-    """Give the first convolution the data's number of channels, where only that differs. Changes `weights`, yields log lines."""
+    """Give the first convolution the data's number of channels, if only that differs. Changes `weights`, yields log lines."""
     for name in (f"{module}.weight".lstrip(".") for module in _first_convolutions(model)):
         given, wanted = weights.get(name), own.get(name)
         if given is None or wanted is None or given.ndim != 4 or given.shape == wanted.shape or wanted.shape[1] != shape[0]:
@@ -168,7 +168,7 @@ def _first_convolutions(model: torch.nn.Module) -> Sequence[str]:
 
 
 def _drop_head(model: torch.nn.Module, weights: Weights, own: Mapping[str, torch.Tensor], classes: int) -> dict[str, int]:
-    """Remove the head's tensors that differ in the number of classes alone. Returns their names, and the file's number."""
+    """Remove head tensors that differ only in the number of classes. Returns their names, and the file's number."""
     names, outputs = Architecture.of(model).heads, getattr(model, "num_classes", classes)
     remade = {
         name: len(weights[name])
@@ -185,7 +185,7 @@ def _drop_head(model: torch.nn.Module, weights: Weights, own: Mapping[str, torch
 
 
 def _add_zero_biases(model: torch.nn.Module, weights: Weights, own: Mapping[str, torch.Tensor]) -> list[str]:
-    """Add zeros for the biases of layers that the file has without one, as surgery=[no_bias_before_norm] leaves them."""
+    """Add zeros for biases that the file's layers lack, as after surgery=[no_bias_before_norm]."""
     added = []
     for name, module in model.named_modules():
         weight, bias = f"{name}.weight".lstrip("."), f"{name}.bias".lstrip(".")
@@ -200,7 +200,7 @@ def _add_zero_biases(model: torch.nn.Module, weights: Weights, own: Mapping[str,
 
 
 def _may_be_missing(model: torch.nn.Module, weights: Weights) -> set[str]:
-    """Names that a file need not have: counts of batches (before torch 1.0), and further names of a weight that it has."""
+    """Names that may be missing in a file: counts of batches (before torch 1.0), and further names of a present weight."""
     names: dict[str, set[str]] = {}
     for name, first in tied_names(model).items():
         names.setdefault(first, {first}).add(name)
@@ -209,7 +209,7 @@ def _may_be_missing(model: torch.nn.Module, weights: Weights) -> set[str]:
 
 
 def _problem(weights: Weights, own: Mapping[str, torch.Tensor], may_be_missing: set[str]) -> str:
-    """The tensors that do not fit, with the first names of each kind, and what to set; "" if all fits."""
+    """The tensors that do not fit, with the first names of each kind, and the remedy; "" if all fit."""
     if not weights.keys() & own.keys():
         return (
             f"no name is in both. The file has {_listed(weights)}; the model has {_listed(own)}: set the model options that the "
@@ -236,7 +236,7 @@ def _hint(wrong: Sequence[str], own: Collection[str]) -> str:
 
 
 def _difference(given: torch.Tensor, wanted: torch.Tensor) -> str:
-    """The difference of the file's tensor from the one that the model wants."""
+    """The difference between the file's tensor and the model's."""
     if given.shape != wanted.shape:
         return f"{_shape(given)} for {_shape(wanted)}"
     if given.is_floating_point() != wanted.is_floating_point():
@@ -253,7 +253,7 @@ def _count(names: Collection[str]) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The first names, and how many there are besides."""
+    """The first names, and the number of further ones."""
     listed = list(names)
     return ", ".join(listed[:NAMED]) + (f" and {len(listed) - NAMED} more" if len(listed) > NAMED else "")
 

@@ -28,7 +28,7 @@ class Optimizer(Hyperparameters):
     """An option that builds an optimizer over a model's parameters.
 
     torch's three implementations: `fused` (one kernel for everything), `foreach` (each operation on many parameters at
-    once) and the loop over the parameters (both false). null selects the fastest one: fused where there is one, else
+    once) and the loop over the parameters (both false). null selects the fastest one: fused if it exists, else
     foreach, else the loop. A subclass has its further hyperparameters as fields and makes the optimizer in `make`.
     """
 
@@ -38,7 +38,7 @@ class Optimizer(Hyperparameters):
     fused_on: ClassVar[tuple[str, ...]] = ()  # device types that are known to have a fused implementation
     torch_name: ClassVar[str | None] = None  # the class of torch.optim whose fused implementation it uses; None: its own, or none
     has_foreach: ClassVar[bool] = True
-    in_chunks: ClassVar[bool] = False  # whether its foreach implementation works on chunks that fit a CPU's cache
+    in_chunks: ClassVar[bool] = False  # True if its foreach implementation works on chunks that fit a CPU's cache
 
     def resolve(self, run: RunSpec) -> Self:
         ratio = run.adapter.lr_ratio
@@ -67,7 +67,7 @@ class Optimizer(Hyperparameters):
         yield from self._lr_multiplier_problems()
 
     def _closure_problems(self, run: RunSpec) -> Iterator[str]:
-        """Yield what excludes that forward and backward are run again within an update."""
+        """Yield the settings that exclude further forwards and backwards within an update."""
         excluded = {
             "precision": (run.precision.scales_loss or run.precision.owns_weights, "set precision=bf16"),
             "compile": (run.compile.captures_step, "set compile=inductor"),
@@ -93,7 +93,7 @@ class Optimizer(Hyperparameters):
             if "[" in pattern:
                 yield f"optimizer.lr_multipliers: {pattern!r}: a pattern may have * and ?, but no brackets"
             inner = [other for other in multipliers if other.startswith(f"{pattern}.")]
-            if inner:  # a recipe, which writes nested keys, could not hold both
+            if inner:  # a recipe writes nested keys and could not hold both
                 yield (
                     f"optimizer.lr_multipliers: {pattern} contains {inner[0]}, so that one key would be both a number and a "
                     f"mapping: write '{pattern}.*' for the outer one"
@@ -125,7 +125,7 @@ class Optimizer(Hyperparameters):
             group["weight_decay"] *= decay_factor
         parameters = [p for g in groups for p in g["params"]]
         torch_patches.keep_compiler_unimported()
-        here = next((p for p in parameters if not p.is_meta), parameters[0])  # another rank updates those without memory
+        here = next((p for p in parameters if not p.is_meta), parameters[0])  # another rank updates these
         sparse, chosen = sparse_parameters(model), self.fused is not None or self.foreach is not None
         # No other implementation takes sparse gradients, and torch's fused ones no complex weights.
         loop = (bool(sparse) or any(p.is_complex() for p in parameters)) and not chosen
@@ -136,7 +136,7 @@ class Optimizer(Hyperparameters):
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty and not self.takes_closure:
             raise UserError(
-                f"{type(optimizer).__name__} makes its update by a closure: set takes_closure = True in {type(self).__name__}, "
+                f"{type(optimizer).__name__} updates by a closure: set takes_closure = True in {type(self).__name__}, "
                 "the class of the option"
             )
         names = {id(p): name for name, p in model.named_parameters()}
@@ -146,7 +146,7 @@ class Optimizer(Hyperparameters):
         return optimizer
 
     def _try_sparse(self, names: Sequence[str], group: Mapping[str, object], implementation: Implementation) -> None:
-        """Raise UserError where the optimizer, with the settings of this group, does not take sparse gradients."""
+        """Raise UserError if the optimizer, with this group's settings, does not take sparse gradients."""
         if not names:
             return
         p = torch.nn.Parameter(torch.zeros(2, 2))
@@ -154,7 +154,7 @@ class Optimizer(Hyperparameters):
         optimizer = self.make([{**group, "params": [p]}], implementation)
         try:
             optimizer.step(lambda: 0.0) if self.takes_closure else optimizer.step()
-        except Exception as error:  # each optimizer refuses in its own words
+        except Exception as error:  # each optimizer raises its own kind of error
             reason = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
             raise UserError(
                 f"{names[0]} has sparse gradients, and {type(optimizer).__name__} with these settings does not take them "
@@ -162,14 +162,14 @@ class Optimizer(Hyperparameters):
             ) from None
 
     def check_names(self, trained: Collection[str]) -> None:
-        """Raise UserError for every pattern in the settings that matches none of the parameters that train, by their names."""
+        """Raise UserError for every pattern in the settings that matches no trained parameter by name."""
         multipliers = flatten(self.lr_multipliers)
         check_patterns(
             trained, {"optimizer.no_weight_decay": self.no_weight_decay, "optimizer.lr_multipliers": list(multipliers)}
         )
 
     def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
-        """The optimizer over these parameter groups, each of which has its own lr and weight_decay."""
+        """The optimizer over these parameter groups, each with its own lr and weight_decay."""
         raise self.unwritten("make")
 
     def group_settings(self, model: torch.nn.Module) -> GroupSettings:
@@ -205,5 +205,5 @@ class Optimizer(Hyperparameters):
         return values
 
     def eval_weights(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """A context in which the model has the weights to evaluate and to save: here those that are trained."""
+        """A context in which the model has the weights to evaluate and to save: here the trained ones."""
         return nullcontext()

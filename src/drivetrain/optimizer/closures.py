@@ -49,7 +49,7 @@ class Lbfgs(Optimizer):
 
 @dataclass(kw_only=True, eq=False)
 class Sam(Sgd):
-    """Sharpness-aware minimization (Foret et al. 2021): the gradient is that of the worst weights within `rho` of the own ones.
+    """Sharpness-aware minimization (Foret et al. 2021): the gradient at the worst weights within `rho` of the current ones.
 
     SGD makes the update. With `adaptive` the distance is relative to the weights (Kwon et al. 2021).
     """

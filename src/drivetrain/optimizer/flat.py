@@ -144,7 +144,7 @@ class ScheduleFree(Optimizer):
 
     def advise(self, run: RunSpec) -> Iterator[str]:
         if run.ema.active:
-            yield f"{run.named('optimizer')} evaluates an average already: {run.named('ema')} averages the trained weights"
+            yield f"{run.named('optimizer')} already evaluates an average: {run.named('ema')} averages the trained weights"
 
     def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
         from drivetrain.optimizer.algorithms import flat_optimizer

@@ -27,7 +27,7 @@ class Hyperparameters(Option, groups.Optimizer):
     """
 
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
-    why_fixed: ClassVar[str] = "its state goes on into the next stage"
+    why_fixed: ClassVar[str] = "its state continues in the next stage"
     lr: Positive
     weight_decay: NonNegative
     final_weight_decay: NonNegative | None = None
@@ -39,7 +39,7 @@ class Hyperparameters(Option, groups.Optimizer):
     foreach: bool | None = None
 
 
-GroupSettings = Callable[[str, bool], dict[str, object]]  # (parameter's name, whether it decays) → further settings of its group
+GroupSettings = Callable[[str, bool], dict[str, object]]  # (parameter's name, True if it decays) → further settings of its group
 
 
 def parameter_groups(
@@ -70,7 +70,7 @@ def parameter_groups(
 
 
 def trained_names(model: torch.nn.Module) -> set[str]:
-    """The names of the parameters that train, here or on another rank: those have no memory here (the device "meta")."""
+    """The names of the trained parameters, here or on another rank; the latter have no memory here (device "meta")."""
     return {name for name, p in model.named_parameters() if p.requires_grad or p.is_meta}
 
 
@@ -80,7 +80,7 @@ def layer_decay_factors(model: torch.nn.Module, decay: float) -> dict[str, float
     top = max(depth.values())
     if top == 0:
         raise UserError(
-            f"optimizer.layer_decay={decay} wants a model of several layers, but finds neither timm's group_matcher nor "
+            f"optimizer.layer_decay={decay} needs a model of several layers, but finds neither timm's group_matcher nor "
             "repeated blocks in this one: set optimizer.layer_decay=null, and optimizer.lr_multipliers for single parts"
         )
     return {name: decay ** (top - d) for name, d in depth.items()}
@@ -104,5 +104,5 @@ def _depths(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
     inside = [next((n for n, prefix in enumerate(prefixes, 1) if name.startswith(prefix)), None) for name in names]
     depth, last = 0, max((i for i, n in enumerate(inside) if n), default=len(names))
     for i, (name, n) in enumerate(zip(names, inside, strict=True)):
-        depth = n or (len(blocks) + 1 if i > last else depth)  # what stands between two blocks belongs to the one before
+        depth = n or (len(blocks) + 1 if i > last else depth)  # parameters between two blocks belong to the block before
         yield name, depth

@@ -18,7 +18,7 @@ from drivetrain.optimizer.base import Implementation, Optimizer
 from drivetrain.optimizer.groups import GroupSettings, trained_names
 
 SAID = 6  # names in a line
-WHAT = {  # parameters with a learning rate of their own
+WHAT = {  # kinds of parameters with their own learning rate
     "embedding_lr": "embedding",
     "head_lr": "weight of an output layer that is known as such, and not an embedding's too",
     "scalar_lr": "vector or scalar",
@@ -62,7 +62,7 @@ class Muon(Optimizer):
     cautious_decay: bool = False
     adamw: list[NamePattern] = field(default_factory=list)
     _inputs: Tree = field(default=(), init=False)  # of the model
-    _of_phase: bool = field(default=False, init=False)  # whether it updates the parameters of a phase alone
+    _of_phase: bool = field(default=False, init=False)  # True if it updates only the parameters of a phase
 
     def build(self, context: BuildContext) -> torch.optim.Optimizer:
         self._inputs, self._of_phase = context.example, bool(context.run.values["phases"])
@@ -97,7 +97,7 @@ class Muon(Optimizer):
         }
 
     def _own_rates(self, kinds: Mapping[str, list[str]]) -> dict[str, float]:
-        """The learning rates of the parameters of a kind that has its own. Raises UserError for a kind without parameters."""
+        """The learning rates of parameters of kinds with their own rate. Raises UserError for a kind without parameters."""
         given = {kind: rate for kind in WHAT if (rate := getattr(self, kind)) is not None}
         refuse(
             f"optimizer.{kind}={rate}: the model has no trainable {WHAT[kind]}: set optimizer.{kind}=null"

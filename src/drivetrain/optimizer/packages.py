@@ -113,7 +113,7 @@ class ApexNovoGrad(Apex):
 
 @dataclass(kw_only=True, eq=False)
 class AdamW8bit(Optimizer):
-    """AdamW with both moments in 8 bits (Dettmers et al. 2022), as torchao has it.
+    """torchao's AdamW with both moments in 8 bits (Dettmers et al. 2022).
 
     `fused` compiles its arithmetic to one kernel for each shape; elsewhere the same operations run one by one.
     """
@@ -121,7 +121,7 @@ class AdamW8bit(Optimizer):
     decays_by_lr = True
     by_parameter = True
     has_foreach = False
-    needs_real_tensors = "a compiler makes its code for a device, and runs it"
+    needs_real_tensors = "a compiler generates and runs its code for a device"
     fused_on = ("cuda",)
     lr: Positive = 3e-3
     weight_decay: NonNegative = 0.01
@@ -145,7 +145,7 @@ class AdamW8bit(Optimizer):
         return AdamW8bit(groups, compiled=implementation == "fused", **self.arguments())
 
 
-BlockSize = Annotated[int, Ge(8), Le(8192)]  # smaller ones are thousands of matrices for each weight, each with a root of its own
+BlockSize = Annotated[int, Ge(8), Le(8192)]  # smaller ones give thousands of matrices per weight, each with its own root
 
 
 @dataclass(kw_only=True, eq=False)
@@ -160,7 +160,7 @@ class Shampoo(Optimizer):
     by_parameter = True
     has_foreach = False
     states = 2
-    step_waits = "the roots are iterated until they are accurate, which the host reads"
+    step_waits = "the roots are iterated to an accuracy that the host reads"
     needs_real_tensors = "the roots are iterated until they are accurate"
     lr: Positive = 0.05
     weight_decay: NonNegative = 1e-4
@@ -209,7 +209,7 @@ class Shampoo(Optimizer):
 
 @dataclass(kw_only=True, eq=False)
 class Soap(Optimizer):
-    """SOAP (Vyas et al. 2024), as pytorch_optimizer has it. The parameter groups are drivetrain's.
+    """pytorch_optimizer's SOAP (Vyas et al. 2024). The parameter groups are drivetrain's.
 
     A weight's first gradient only starts its preconditioner: the first update moves nothing.
     """

@@ -9,7 +9,7 @@ from drivetrain.core.typed import StateDict
 
 
 class ScalableShampoo(pytorch_optimizer.ScalableShampoo):
-    """The library keeps objects as state, which no checkpoint may hold: here their tensors are saved, and the objects remade."""
+    """The library keeps objects as state, but checkpoints may not hold objects: this saves their tensors and rebuilds them."""
 
     def state_dict(self) -> StateDict:
         """The state in plain tensors."""
@@ -26,7 +26,7 @@ class ScalableShampoo(pytorch_optimizer.ScalableShampoo):
                         tensor.copy_(values[name])
 
     def _blank_state(self, group: dict[str, object], p: torch.Tensor) -> StateDict:
-        """The state that the library makes of a parameter at its first gradient."""
+        """The library's state of a parameter at its first gradient."""
         gradient, p.grad = p.grad, torch.zeros_like(p)
         self.init_group({**group, "params": [p]})
         p.grad = gradient
@@ -40,7 +40,7 @@ def _tensors(state: StateDict) -> dict[str, torch.Tensor]:
     found = {"momentum": state["momentum"], "graft_momentum": graft.momentum}
     if hasattr(graft, "statistics"):
         found["graft_statistics"] = graft.statistics
-    for name in ("statistics", "pre_conditioners"):  # of all blocks and dimensions: one tensor where they are of one size
+    for name in ("statistics", "pre_conditioners"):  # of all blocks and dimensions: one tensor if they have one size
         kept = getattr(preconditioner, name)
         found |= {name: kept} if isinstance(kept, torch.Tensor) else {f"{name}_{i}": t for i, t in enumerate(kept)}
     return found

@@ -23,7 +23,7 @@ class TimmOptimizer(Optimizer):
 
     decays_by_lr = True
     by_parameter = True
-    fused_on = ("cpu", "cuda")  # where the optimizer is torch's: `validate_device` asks the optimizer itself
+    fused_on = ("cpu", "cuda")  # if the optimizer is torch's: `validate_device` asks the optimizer itself
     lr: Positive = 0.003
     weight_decay: NonNegative = 0.01
     name: Name = "nadamw"
@@ -42,7 +42,7 @@ class TimmOptimizer(Optimizer):
 
         known = [str(name) for name in list_optimizers(exclude_filters=["fused*", "bnb*"])]
         if self.name.removeprefix("lookahead_") not in known:
-            yield f"optimizer.name={self.name} is no optimizer of timm that runs here: {self._alternative(known)}"
+            yield f"optimizer.name={self.name} is not an optimizer of timm that runs here: {self._alternative(known)}"
             return
         yield from super().validate_device(run)
         parameters = self._parameters()
@@ -60,7 +60,7 @@ class TimmOptimizer(Optimizer):
                 yield f"optimizer.{key}=true, but timm's {self.name} has no such implementation: set optimizer.{key}=null"
 
     def _coupling_problems(self, run: RunSpec, parameters: set[str]) -> Iterator[str]:
-        """The features of the optimizer that need all parameters at once, where each rank updates only some."""
+        """The optimizer's features that need all parameters at once, for ranks that update only some."""
         if "max_grad_norm" in parameters and self.kwargs.get("max_grad_norm", 1.0) is not None:
             yield (
                 f"optimizer.name={self.name} takes the norm of all gradients, and {run.named('parallel')} has each rank update "

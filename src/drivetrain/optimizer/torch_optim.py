@@ -95,9 +95,9 @@ class AdamW(TorchOptimizer):
 
 @dataclass(kw_only=True, eq=False)
 class SparseAdam(AdamW):
-    """AdamW, and Adam for the rows of embeddings that an update has read (torch.optim.SparseAdam), which do not decay.
+    """AdamW, and Adam without decay for the embedding rows read by an update (torch.optim.SparseAdam).
 
-    Those are the weights with sparse gradients, as of `Embedding(sparse=True)`: the moments of other rows stay as they are.
+    It applies to weights with sparse gradients, as from `Embedding(sparse=True)`. Other rows keep their moments.
     """
 
     def group_settings(self, model: torch.nn.Module) -> GroupSettings:
@@ -105,7 +105,7 @@ class SparseAdam(AdamW):
             logger.info("SparseAdam: %s; AdamW: the rest", ", ".join(sorted(names)))
         else:
             logger.warning(
-                "optimizer=sparse_adam is AdamW alone, as no weight has sparse gradients: set sparse=True in an Embedding"
+                "optimizer=sparse_adam is AdamW alone, because no weight has sparse gradients: set sparse=True in an Embedding"
             )
         return lambda name, decayed: {"sparse": True, "weight_decay": 0.0} if name in names else {"sparse": False}
 

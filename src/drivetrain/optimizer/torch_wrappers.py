@@ -17,14 +17,14 @@ from drivetrain.core.machine.torch_patches import compiling, keep_compiler_unimp
 def has_fused(name: str, device: str) -> bool:
     """True if torch.optim's class `name` makes fused updates on this type of device. No device is started: a CPU answers.
 
-    Releases differ in both: torch 2.11 has a kernel of Adagrad for CUDA, which its class refuses in the first update.
+    Releases differ: torch 2.11 has an Adagrad kernel for CUDA, but its class refuses it in the first update.
     """
     kernel, key = f"aten::_fused_{name.lower()}_", torch._C._dispatch_key_for_device(device)
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(kernel, key)) and _is_accepted(name, device)
 
 
 def _is_accepted(name: str, device: str) -> bool:
-    """True if the class makes a fused update of a number that says that it is on such a device."""
+    """True if the class makes a fused update of a number that claims to be on such a device."""
     keep_compiler_unimported()
     with _disable_current_modes():  # a fake number has no place of ours
         number = _Placed(torch.zeros(1))
@@ -49,7 +49,7 @@ class _Placed(torch.nn.Parameter):
 
 
 class _OnCpu(TorchFunctionMode):
-    """Lets whatever is made for a device be made on the CPU."""
+    """Creates tensors on the CPU that are requested for a device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **{**(kwargs or {}), **({"device": "cpu"} if kwargs and "device" in kwargs else {})})

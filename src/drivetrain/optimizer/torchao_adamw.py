@@ -10,7 +10,7 @@ from torchao.optim.subclass_8bit import OptimState8bit
 
 from drivetrain.core.typed import StateDict
 
-SCALE = "_scale"  # what the name of a moment's scales ends with
+SCALE = "_scale"  # suffix of the name of a moment's scales
 
 
 class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]  # a class without types

@@ -40,7 +40,7 @@ _NULL = nullcontext()
 def backpropagate(loss: torch.Tensor, weight: torch.Tensor) -> None:
     """Run `loss.backward(weight)` by torch's engine directly. Both are 0-d. Raises UserError where the loss is not.
 
-    Tensor.backward first checks the gradient's shape, which costs about 10 µs a step, and 0.3 s at the first one to import
+    Tensor.backward first checks the gradient's shape. That costs about 10 µs a step, and 0.3 s at the first step to import
     symbolic shapes.
     """
     if loss.ndim:
@@ -55,7 +55,7 @@ class OptimizerOption(Protocol):
     """The methods of the option of group `optimizer` that a precision calls."""
 
     def build(self, context: BuildContext) -> torch.optim.Optimizer:
-        """Return the optimizer over the parameters that the model has."""
+        """Return the optimizer over the model's parameters."""
 
     def eval_weights(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Return a context in which the model holds the weights to evaluate and to save."""
@@ -69,7 +69,7 @@ class Precision(Option, groups.Precision):
     effect: ClassVar[Effect] = "exact"
 
     def setup(self, context: BuildContext) -> None:
-        """Store the device that the step runs on. Where every tensor is float32, every product is computed in it too."""
+        """Store the step's device. With only float32 tensors, every product is computed in float32 too."""
         self._device = context.device
         context.on_exit.enter_context(torch_patches.wide_convolutions(context.device))
         if self.full_float32:
@@ -80,17 +80,17 @@ class Precision(Option, groups.Precision):
         return model
 
     def build_optimizer(self, option: OptimizerOption, context: BuildContext) -> torch.optim.Optimizer:
-        """Build the optimizer over the parameters that it updates: the model's own, or master weights."""
+        """Build the optimizer over the updated parameters: the model's own, or master weights."""
         return option.build(context)
 
     def eval_weights(
         self, option: OptimizerOption, optimizer: torch.optim.Optimizer
     ) -> Callable[[], AbstractContextManager[None]]:
-        """Return a function that makes the context in which the model holds the weights to evaluate and to save."""
+        """Return a function that makes a context with the model's weights for evaluation and saving."""
         return lambda: option.eval_weights(optimizer)
 
     def notice(self) -> str:
-        """Return what it does not do on this device; "" where it does all. Call it after `convert`."""
+        """Return the parts that it does not do on this device, or "". Call it after `convert`."""
         return ""
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -102,30 +102,30 @@ class Precision(Option, groups.Precision):
         backpropagate(loss, weight)
 
     def scaled(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to call backward on, where the caller does so itself."""
+        """Return the tensor on which the caller itself runs backward."""
         return loss * weight
 
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], bool | None]) -> Made:
-        """Clip and update. False if the update was skipped; then schedule and EMA must not move."""
+        """Clip and update. Returns False for a skipped update; then schedule and EMA must not move."""
         if clip() is False:
             return False
         optimizer.step()
         return True
 
     def of_phase(self, name: str) -> Precision:
-        """Return the precision for a phase of the updates, whose state is saved with this one's."""
+        """Return the precision for a phase of the updates. Its state is saved with this one's."""
         return self
 
     def autocast_dtype(self) -> str | None:
-        """Return what autocast computes products in, None without autocast. Call it after `convert`, which may switch it off."""
+        """Return autocast's dtype of products, None without autocast. Call it after `convert`, which may switch it off."""
         return self.dtype
 
     def gathered_dtype(self) -> str | None:
-        """Return what sharded weights may be gathered in, None for their own. Call it after `convert`."""
+        """Return the dtype for gathering sharded weights, None for their own. Call it after `convert`."""
         return self.dtype
 
     def state_dict(self) -> StateDict:
-        """Return what a resumed run needs."""
+        """Return the state for a resumed run."""
         return {}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -136,7 +136,7 @@ class Tf32(Precision):
     """float32 with matrix products in TensorFloat-32: 10 bits of mantissa, on tensor cores from Ampere on.
 
     `matmul` sets torch.set_float32_matmul_precision; `cudnn` uses TF32 for convolutions too, which is torch's default.
-    `matmul=highest` rounds convolutions alone: what torch does where nothing is set.
+    `matmul=highest` rounds convolutions alone, which is torch's default.
     """
 
     effect = "close"
@@ -163,15 +163,15 @@ class Tf32(Precision):
 class Bf16(Precision):
     """bfloat16 autocast: float32's range in 16 bits, so no loss scaling.
 
-    On a CPU convolutions stay in float32, and so does everything where 16-bit products are slow: that is measured, once,
-    before training.
+    On a CPU convolutions stay in float32, and so does everything if 16-bit products are slow there, by one measurement before
+    training.
     """
 
     effect = "close"
     changes = "rounds products and activations to bfloat16"
     dtype = "bfloat16"
     full_float32 = False
-    looks_for_slow_layers = True  # on a CPU; not where a run is only forecast, for another device
+    looks_for_slow_layers = True  # on a CPU, except in a forecast for another device
     _in_float32: str = ""  # which layers stay in float32 here
     _notice: str = ""  # the same in a sentence
 
@@ -193,7 +193,7 @@ class Bf16(Precision):
         return model
 
     def _keep_in_float32(self, model: torch.nn.Module, example: Tree) -> None:
-        """Measure on this CPU what 16 bits cost. Too slow for one rank counts for all: they must compute alike."""
+        """Measure the cost of 16 bits on this CPU. If it is too slow for one rank, it is so for all: they must compute alike."""
         ranks = self._parallel.gather_object(cpu_half.measure(model, example, self._dtype))
         slowest = self._parallel.broadcast_object(max(ranks, default=0.0))  # rank 0 alone has them
         if slowest > cpu_half.LIMIT:
@@ -255,7 +255,7 @@ class Amp(Bf16):
         return torch.amp.GradScaler(self._device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
 
     def of_phase(self, name: str) -> Amp:
-        made = copy.copy(self)  # with a scale of its own, which the overflows of other phases do not move
+        made = copy.copy(self)  # with its own scale, unaffected by the overflows of other phases
         made.scaler, made._phases, self._phases[name] = self._new_scaler(), {}, made
         return made
 
@@ -268,7 +268,7 @@ class Amp(Bf16):
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], bool | None]) -> Made:
         """Update unless there was an overflow.
 
-        torch's fused kernels skip the update themselves, and the host asks later whether they did. For others the host reads the
+        torch's fused kernels skip the update themselves, and the host asks for the result later. Otherwise the host reads the
         overflow first, which waits for the backward; clipping is queued by then.
         """
         if torch.compiler.is_compiling():
@@ -321,7 +321,7 @@ class Amp(Bf16):
 
 
 def _skips_overflows(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether its kernels skip an update after an overflow, and all that they write into is there: a skip sets nothing."""
+    """Return whether its kernels skip an update after an overflow and all their outputs exist, because a skip creates none."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     stateful = [group["params"] for group in optimizer.param_groups if group.get("momentum") != 0]

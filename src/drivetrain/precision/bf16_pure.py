@@ -28,7 +28,7 @@ class Bf16Pure(Precision):
     fp32 keeps a float32 master copy of each weight, which the optimizer updates and the model's weight is rounded from.
     stochastic keeps none: each update converts the weights to float32 and rounds them back stochastically, with a
     probability in proportion to the distance, so that updates are kept on average (Gupta et al. 2015). The optimizer and
-    its state are float32 either way; BatchNorm stays in float32, for its running statistics; so does the loss.
+    its state are float32 either way. BatchNorm, for its running statistics, and the loss stay in float32.
     """
 
     effect = "close"
@@ -61,7 +61,7 @@ class Bf16Pure(Precision):
         in_float32 = {id(p) for m in norms for p in m.parameters(recurse=False)}
         converted = {n: p for n, p in model.named_parameters() if p.is_floating_point() and id(p) not in in_float32}
         trained = {n: p for n, p in converted.items() if p.requires_grad}
-        # Before the weights lose their lower bits. Where ranks divide the weights, the masters are made of their parts later.
+        # Before the weights lose their lower bits. If ranks divide the weights, masters are made from the parts later.
         self._exact = (
             {} if self._parallel.whole_model or self.frees_weights else {n: p.detach().clone() for n, p in trained.items()}
         )
@@ -82,14 +82,14 @@ class Bf16Pure(Precision):
         self._draws = len(self._flat)
 
     def _keep_masters_of_parts(self, model: torch.nn.Module) -> None:
-        """Keep masters of this rank's parts of the weights, which the model has while the optimizer is built."""
+        """Keep masters of this rank's parts of the weights, present in the model while the optimizer is built."""
         parallel = self._parallel
         self._keep_masters_of({n: p for n, p in model.named_parameters() if p.dtype == torch.bfloat16 and p.requires_grad})
         for name, master, part in zip(self._names, self._masters, self._parameters, strict=True):
             parallel.stands_for(master, part)
             if name in self._exact:
                 master.detach().copy_(parallel.own_part(name, self._exact.pop(name)))
-        # All ranks draw as many random numbers, so that their generators have one state, which is saved once.
+        # All ranks draw equally many random numbers, so that their generators share one state, which is saved once.
         self._draws = int(parallel.all_reduce_max(torch.tensor(self._draws, device=self._device)))
 
     def build_optimizer(self, option: OptimizerOption, context: BuildContext) -> torch.optim.Optimizer:
@@ -185,7 +185,7 @@ class Bf16Pure(Precision):
     def state_dict(self) -> StateDict:
         if self.master == "stochastic":
             return {"random": self._generator.get_state()}
-        # Copies, because `eval_weights` may put other weights into the masters while the state is written.
+        # Copies, because `eval_weights` may change the masters while the state is written.
         return {"masters": {name: v.to("cpu", copy=True) for name, v in zip(self._names, self._views, strict=True)}}
 
     def load_state_dict(self, state: StateDict) -> None:

@@ -1,7 +1,7 @@
 """Measures whether a CPU computes matrix products in a 16-bit format at a useful speed; convolutions stay in float32 there.
 
-torch says which CPUs support float16 and bfloat16, and cannot be relied on: where the forward is supported, the backward may
-fall back to a reference kernel that takes 50 times as long as float32. A CPU without bfloat16 takes about 10 times as long.
+torch's own report on a CPU's support of float16 and bfloat16 is unreliable: with a supported forward, the backward may fall
+back to a reference kernel that takes 50 times as long as float32. A CPU without bfloat16 takes about 10 times as long.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from drivetrain.run.environment import processor
 
 LIMIT = 2.0  # times as long as in float32: layers that take longer stay in float32
 MIN_WORK = 1 << 21  # multiplications of a measured layer, so that they take most of its time: small batches are enlarged
-ENOUGH_S = 0.02  # of measuring a layer in one format
+ENOUGH_S = 0.02  # seconds for measuring a layer in one format
 
 
 class LayerCall(NamedTuple):
-    """A Linear layer of a model, and the input that it gets."""
+    """A Linear layer of a model, and its input."""
 
     layer: torch.nn.Linear
     x: torch.Tensor
@@ -33,7 +33,7 @@ class LayerCall(NamedTuple):
         return self.layer.weight.numel() * self.x.numel() // self.x.shape[-1]
 
     def seconds(self, dtype: torch.dtype) -> float:
-        """The processor time of forward and backward, the shortest of some."""
+        """The shortest of several processor times of forward and backward."""
         times = [self._once(dtype)]  # it may prepare the kernels
         while len(times) == 1 or sum(times) < ENOUGH_S:
             times.append(self._once(dtype))
@@ -48,7 +48,7 @@ class LayerCall(NamedTuple):
         return time.thread_time() - began
 
     def enlarged(self) -> LayerCall:
-        """The same call with a batch that is large enough to be measured. The numbers make no difference to the time."""
+        """The same call with a batch large enough for a measurement. The values do not affect the time."""
         shape = (self.x.shape[0] * max(1, MIN_WORK // max(1, self.work())), *self.x.shape[1:])
         return LayerCall(self.layer, torch.ones(shape, requires_grad=True))
 
@@ -62,15 +62,15 @@ def measure(model: torch.nn.Module, example: Tree, dtype: torch.dtype) -> float:
     `example` is on the CPU.
     """
     with isolation.threads(1), streams.apart():
-        # Of a model that has no Linear layer the products may be hidden in other operations.
+        # In a model without a Linear layer, products may be hidden in other operations.
         return _slowness(_calls(model, example) or [LayerCall(torch.nn.Linear(256, 256), torch.ones(256, 256))], dtype)
 
 
 def _slowness(calls: list[LayerCall], dtype: torch.dtype) -> float:
     """The factor by which the largest of these calls takes longer in `dtype`.
 
-    It is measured once for all runs on this machine: near the limit another look could answer otherwise, and a run that goes on
-    would then not have the results of the unbroken one.
+    It is measured once for all runs on this machine: near the limit another measurement could decide differently, and a resumed
+    run would not equal the unbroken one.
     """
     call = max(calls, key=LayerCall.work).enlarged()
     layer = repr(call.layer), tuple(call.x.shape), call.x.is_contiguous(), str(dtype)

@@ -1,1 +1,1 @@
-"""Reading recipe files safely, whoever wrote them."""
+"""Safe reading of recipe files by any author."""

@@ -1,7 +1,7 @@
-"""The claim of a recipe: figures that were measured, a section for each kind, and where and on what they were measured.
+"""The claim of a recipe: measured figures, a section for each kind, with the device, data and software of the measurement.
 
 Each kind is a dataclass that declares its fields. A new kind costs one class here with its field in Claim, and one row of ALL
-in measure/claims/verify.py, which says how it is made of runs and when it holds. Anyone may have written the file, so
+in measure/claims/verify.py, with its computation from runs and its test. Anyone may have written the file, so
 everything in a claim is checked, plain, bounded and printable.
 """
 
@@ -30,7 +30,7 @@ _RATIO = "samples a second, divided by the baseline's"
 
 
 class Against(JsonObject):
-    """The settings that the baseline has instead: group → option, dotted key → value; with the line of each, for messages."""
+    """The baseline's differing settings: group → option, dotted key → value; with the line of each, for messages."""
 
     lines: dict[str, int]
 
@@ -40,7 +40,7 @@ class Against(JsonObject):
 
 
 class AgainstRule(Rule):
-    """Keys and values under the same rules as a recipe's own."""
+    """Keys and values by the same rules as a recipe's own."""
 
     def read(self, entry: RecipeKey) -> Against:
         found = Against({})
@@ -55,7 +55,7 @@ class AgainstRule(Rule):
 class Kind(Section):
     """One kind of claim: a figure that can be measured again."""
 
-    of_all = False  # it is of all the claim's seeds
+    of_all = False  # measured over all the claim's seeds
 
     def __str__(self) -> str:
         """The claim in words."""
@@ -64,7 +64,7 @@ class Kind(Section):
 
 @dataclass(frozen=True)
 class Speed(Kind):
-    """The speed relative to a baseline, and how the baseline differs."""
+    """The speed relative to a baseline, and the baseline's differing settings."""
 
     ratio: Annotated[
         float,
@@ -98,7 +98,7 @@ class Quality(Kind):
     of_all = True
 
     metric: Annotated[str, Rule(sections.text, "the metric's name, as accuracy")]
-    set: Annotated[str, Rule(one_of(*SETS), "the set that it was evaluated on, validation or test")]
+    set: Annotated[str, Rule(one_of(*SETS), "the evaluated set, validation or test")]
     mean: Annotated[
         float, Rule(sections.number, "the metric's mean over the seeds, at the end of training", "at the end of training")
     ]
@@ -108,7 +108,7 @@ class Quality(Kind):
 
     def contradictions(self, key: str) -> Iterator[str]:
         if (self.n > 1) != (self.sd is not None) or (self.n > 1) != (self.interval is not None):
-            yield f"{key}.n={self.n}: sd and interval are given where there are several seeds, and only there"
+            yield f"{key}.n={self.n}: sd and interval are given if and only if there are several seeds"
         elif self.interval is not None and not self.interval[0] <= self.mean <= self.interval[1]:
             yield f"{key}.mean={self.mean} lies outside {key}.interval={list(self.interval)}"
 
@@ -119,15 +119,15 @@ class Quality(Kind):
 
 @dataclass(frozen=True)
 class Target(Kind):
-    """The time when a metric reached a value: medians over all seeds, a seed that never did being the slowest."""
+    """The time until a metric reached a value: medians over all seeds; a seed that never reached it counts as slowest."""
 
     of_all = True
 
     reach: Annotated[str, Rule(_REACH, "the value to reach, as accuracy>=0.98")]
-    reached: Annotated[int, Rule(sections.whole, "how many of the seeds reached it", "of n seeds")]
+    reached: Annotated[int, Rule(sections.whole, "the number of seeds that reached it", "of n seeds")]
     n: Annotated[int, Rule(sections.count, "the number of seeds")]
     updates: Annotated[float | None, Rule(sections.above_0, comment="median over the seeds")] = None
-    slowest: Annotated[int | None, Rule(sections.count, comment="updates of the slowest seed, where all reached it")] = None
+    slowest: Annotated[int | None, Rule(sections.count, comment="updates of the slowest seed, if all reached it")] = None
     seconds: Annotated[float | None, Rule(sections.at_least_0, comment="median, since the first record of training")] = None
 
     def contradictions(self, key: str) -> Iterator[str]:
@@ -136,7 +136,7 @@ class Target(Kind):
         if self.updates is not None and 2 * self.reached <= self.n:
             yield f"{key}.updates={self.updates}: a median needs more than half of the seeds to reach it"
         if (self.slowest is not None) != (self.reached == self.n):
-            yield f"{key}.slowest is given where all seeds reached {printable(self.reach)}, and only there"
+            yield f"{key}.slowest is given if and only if all seeds reached {printable(self.reach)}"
 
     def __str__(self) -> str:
         updates = f"{self.updates:,.0f} updates" if self.updates is not None else "–"
@@ -146,9 +146,9 @@ class Target(Kind):
 
 @dataclass(frozen=True)
 class Memory(Kind):
-    """The peak of memory: of the device's allocator, or on a CPU of the process."""
+    """The peak memory: of the device's allocator, or of the process on a CPU."""
 
-    peak_mib: Annotated[float, Rule(sections.above_0, "the peak of memory in MiB, the largest over the seeds")]
+    peak_mib: Annotated[float, Rule(sections.above_0, "the peak memory in MiB, the largest over the seeds")]
     n: Annotated[int, Rule(sections.count, "the number of runs that it was measured in")]
 
     def __str__(self) -> str:
@@ -157,9 +157,9 @@ class Memory(Kind):
 
 @dataclass(frozen=True)
 class Energy(Kind):
-    """The energy that the device used while it trained, where it counts that itself."""
+    """The device's energy in training, if the device counts it."""
 
-    joules: Annotated[float, Rule(sections.above_0, "the joules that the device used, mean over the seeds")]
+    joules: Annotated[float, Rule(sections.above_0, "the device's joules, mean over the seeds")]
     n: Annotated[int, Rule(sections.count, "the number of runs that it was measured in")]
 
     def __str__(self) -> str:
@@ -168,16 +168,16 @@ class Energy(Kind):
 
 @dataclass(frozen=True)
 class DataSection(Section):
-    """The fingerprint of the training set as it was read."""
+    """The fingerprint of the training set."""
 
     hash: Annotated[str, Rule(sections.like("[0-9a-f]{8,64}", "hex digits"), "the hash of the training set")]
-    of: Annotated[str, Rule(sections.text, "what was hashed, as content")]
+    of: Annotated[str, Rule(sections.text, "the hashed quantity, such as content")]
     samples: Annotated[int, Rule(sections.count, "the number of training samples")]
 
 
 @dataclass(frozen=True)
 class DeviceSection(Section):
-    """The device that the claim was measured on."""
+    """The device of the measurement."""
 
     kind: Annotated[
         str, Rule(sections.like("[a-z]{1,20}", "a device type of torch's, as cpu or cuda"), "the device type, as cpu or cuda")
@@ -187,7 +187,7 @@ class DeviceSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Claim(Section):
-    """All that a recipe claims, each kind only where it was measured."""
+    """All claims of a recipe; each kind is optional."""
 
     speed: Annotated[Speed | None, Rule(kind=Speed)] = None
     quality: Annotated[Quality | None, Rule(kind=Quality)] = None
@@ -195,16 +195,14 @@ class Claim(Section):
     memory: Annotated[Memory | None, Rule(kind=Memory)] = None
     energy: Annotated[Energy | None, Rule(kind=Energy)] = None
     data: Annotated[DataSection | None, Rule(kind=DataSection)] = None
-    device: Annotated[DeviceSection, Rule(kind=DeviceSection, about="what it was measured on, as {kind: cpu, name: …}")]
-    versions: Annotated[
-        dict[str, str], Rule(sections.texts_by_name, "the software that it was measured with, as {torch: 2.15.0}")
-    ]
+    device: Annotated[DeviceSection, Rule(kind=DeviceSection, about="the device of the measurement, as {kind: cpu, name: …}")]
+    versions: Annotated[dict[str, str], Rule(sections.texts_by_name, "the software of the measurement, as {torch: 2.15.0}")]
     seeds: Annotated[tuple[int, ...] | None, Rule(sections.different_numbers)] = None
-    folds: Annotated[int | None, Rule(sections.count)] = None  # each of which was trained with each seed
+    folds: Annotated[int | None, Rule(sections.count)] = None  # each trained with each seed
     measured: Annotated[str | None, Rule(sections.text)] = None  # a date
 
     def kinds(self) -> dict[str, Kind]:
-        """The kinds that are claimed, by their keys."""
+        """The claimed kinds, by their keys."""
         return {name: value for name in rules_of(type(self)) if isinstance(value := getattr(self, name), Kind)}
 
     def contradictions(self, key: str) -> Iterator[str]:
@@ -235,10 +233,10 @@ def times(middle: float, low: float, high: float) -> str:
 
 
 def runs(count: int) -> str:
-    """A number of runs, each with another seed or fold, in words."""
+    """A number of runs with different seeds or folds, in words."""
     return f"{count} run{'s' if count > 1 else ''}"
 
 
 def as_overrides(against: JsonMapping) -> str:
-    """A claim's baseline as overrides, as a user would type them."""
+    """A claim's baseline as typed overrides."""
     return printable(" ".join(f"{key}={format_value(value)}" for key, value in against.items()))

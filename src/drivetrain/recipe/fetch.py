@@ -16,7 +16,7 @@ from drivetrain.recipe.safe_yaml import MAX_BYTES
 MAX_S, MAX_REDIRECTS = 30.0, 5
 _URL = re.compile(r"https://[!-~]+")
 
-on_fetch: list[Callable[[str, bytes], None]] = []  # called with an address and what it gave, before anything is made of it
+on_fetch: list[Callable[[str, bytes], None]] = []  # called with an address and its content, before any use
 
 
 def sha256_of(content: bytes) -> str:
@@ -26,7 +26,7 @@ def sha256_of(content: bytes) -> str:
 
 @functools.cache
 def fetched(address: str) -> bytes:
-    """The bytes at a pinned address, which a process asks once. Raises UserError."""
+    """The bytes at a pinned address, fetched once per process. Raises UserError."""
     url, _, pin = address.partition("#")
     if not _URL.fullmatch(url) or "@" in url.split("/")[2]:
         raise UserError(
@@ -35,7 +35,7 @@ def fetched(address: str) -> bytes:
         )
     if not re.fullmatch("sha256=[0-9a-f]{64}", pin):
         raise UserError(
-            f"recipe={address} is not pinned, so that it could be another file tomorrow: read the file, and put #sha256=HASH "
+            f"recipe={address} is not pinned, so it could be another file tomorrow: read the file, and put #sha256=HASH "
             f"behind its address, whose 64 digits `curl -L '{url}' | sha256sum` prints"
         )
     answers: list[bytes | Exception] = []
@@ -47,7 +47,7 @@ def fetched(address: str) -> bytes:
         reason = printable(str(content))[:200] or type(content).__name__
         raise UserError(f"recipe={address} cannot be fetched: {reason}")
     if len(content) > MAX_BYTES:
-        raise UserError(f"recipe={address} is larger than {MAX_BYTES // 1024} KiB, the most that is fetched")
+        raise UserError(f"recipe={address} is larger than {MAX_BYTES // 1024} KiB, the largest size that is fetched")
     if sha256_of(content) != pin.removeprefix("sha256="):
         raise UserError(
             f"recipe={address} has another SHA-256, {sha256_of(content)}: the file has changed, or is not the one that was meant"
@@ -58,12 +58,12 @@ def fetched(address: str) -> bytes:
 
 
 def _answer(url: str) -> bytes | Exception:
-    """The first bytes of an answer, one more than a recipe may have; or why there is none."""
+    """The first bytes of an answer, one more than a recipe may have; or the reason without an answer."""
     from urllib.error import HTTPError
     from urllib.parse import urljoin
     from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-    class NoRedirects(HTTPRedirectHandler):  # urllib's reads what comes with a redirect whole, and follows it to http
+    class NoRedirects(HTTPRedirectHandler):  # urllib's own handler reads a redirect's whole body, and follows it to http
         def redirect_request(self, *_: Any) -> None:
             return None
 
@@ -81,5 +81,5 @@ def _answer(url: str) -> bytes | Exception:
                 if not _URL.fullmatch(url):
                     raise ValueError(f"it redirects to {url}, which is not https") from None
         raise ValueError(f"it redirects more than {MAX_REDIRECTS} times")
-    except Exception as error:  # of sockets, TLS, HTTP and URLs
+    except Exception as error:  # errors of sockets, TLS, HTTP and URLs
         return error

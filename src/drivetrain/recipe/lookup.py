@@ -1,4 +1,4 @@
-"""Finds recipes: those that ship, files, and pinned addresses."""
+"""Finds recipes: shipped ones, files, and pinned addresses."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def is_address(word: str) -> bool:
-    """True if a word is an address, and not a name, a path or a setting."""
+    """True if a word is an address, not a name, a path or a setting."""
     return _ADDRESS.match(word) is not None
 
 
 def names() -> list[str]:
-    """The names that recipe=NAME finds: recipes that ship, and those in ./recipes."""
+    """The names for recipe=NAME: shipped recipes, and those in ./recipes."""
     return sorted({p.stem for folder in (recipes_dir(), Path("recipes")) for p in folder.glob("*.yaml")})
 
 
 def read(name: str) -> Recipe:
-    """The recipe that `recipe=` or a word of the command line names, checked. Raises UserError."""
+    """The checked recipe named by `recipe=` or a word of the command line. Raises UserError."""
     path, content = load(name)
     return replace(reader.read(path, content), source=RecipeSource(name, fetch.sha256_of(content)))
 
 
 def named(overrides: Sequence[str]) -> Recipe | None:
-    """The recipe that overrides name; None without one, and for one that cannot be read, which composing them reports."""
+    """The recipe named in overrides; None without one, or for an unreadable one, which composing reports."""
     words = [word for word in overrides if key_of(word) == "recipe"]
     for _, override in parse_each(words[-1:], "recipe=NAME", []):
         if not override.is_sweep_override() and override.value() is not None:
@@ -46,7 +46,7 @@ def named(overrides: Sequence[str]) -> Recipe | None:
 
 
 def load(name: str) -> tuple[Path, bytes]:
-    """The file of a recipe and its bytes; what an address gave has the name that the address ends with. Raises UserError."""
+    """The file of a recipe and its bytes; a fetched one is named by the end of its address. Raises UserError."""
     if is_address(name):
         content = fetch.fetched(name)
         return Path(PurePosixPath(urlsplit(name).path).name or "recipe"), content
@@ -55,7 +55,7 @@ def load(name: str) -> tuple[Path, bytes]:
 
 
 def _find(name: str) -> Path:
-    """The file of a recipe: one that ships, one in ./recipes or beside, or that of a path. Raises UserError."""
+    """The file of a recipe: a shipped one, one in ./recipes or next to it, or a path. Raises UserError."""
     if name.endswith((".yaml", ".yml")) or "/" in name:
         path = Path(name)
         if path.is_dir():

@@ -1,4 +1,4 @@
-"""Reading a shared recipe: options and values in plain YAML, never code. Hydra sees only what was checked here."""
+"""Reading a shared recipe: options and values in plain YAML, never code. Hydra sees only checked content."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPTION = re.compile(r"[A-Za-z0-9_]+$")
 
 @dataclass(frozen=True)
 class RecipeSource:
-    """The source of a recipe, as a run records it: what `recipe=` was given, and the SHA-256 of the recipe's text."""
+    """The source of a recipe in a run's record: the value of `recipe=`, and the SHA-256 of the text."""
 
     given: str  # a name, a path or a pinned address
     sha256: str
@@ -46,15 +46,15 @@ class Recipe:
     choices: dict[str, str | list[str]] = field(default_factory=dict)
     values: JsonObject = field(default_factory=dict)
     sweep: dict[str, list[object]] = field(default_factory=dict)
-    claim: claims.Claim | None = None  # what was measured of it; not part of the config
+    claim: claims.Claim | None = None  # measured results; not part of the config
     lines: dict[str, int] = field(default_factory=dict)  # key → its line, for messages
-    header: Header = field(default_factory=Header)  # of a recipe that drivetrain wrote
-    unchanged: frozenset[str] = frozenset()  # groups and keys of `unchanged:`, which were mere defaults when it was written
-    source: RecipeSource | None = None  # where it came from; None for a run's own
+    header: Header = field(default_factory=Header)  # only of recipes written by drivetrain
+    unchanged: frozenset[str] = frozenset()  # groups and keys of `unchanged:`, mere defaults at the time of writing
+    source: RecipeSource | None = None  # its origin; None for a run's own
 
     @property
     def word(self) -> str:
-        """The word by which `recipe=` finds it again."""
+        """The word for `recipe=` that finds it again."""
         return self.source.given if self.source is not None else str(self.path)
 
     def where(self, key: str) -> str:
@@ -65,7 +65,7 @@ class Recipe:
         """Each combination of the sweep's values, and the recipe with those values set; keys in `given` are not swept."""
         axes = {key: values for key, values in self.sweep.items() if key not in given}
         if (jobs := math.prod(map(len, axes.values()))) > MAX_JOBS:
-            raise UserError(f"{self.path}: its sweep has {jobs:,} jobs, and at most {MAX_JOBS:,} are allowed")
+            raise UserError(f"{self.path}: its sweep has {jobs:,} jobs, but at most {MAX_JOBS:,} are allowed")
         for values in itertools.product(*axes.values()):
             cell = dict(zip(axes, values, strict=True))
             yield cell, self.cell(cell, groups)
@@ -78,13 +78,13 @@ class Recipe:
         return replace(self, choices={**self.choices, **chosen}, values={**kept, **others}, sweep={}, header=header)
 
     def only_chosen(self) -> Recipe:
-        """The recipe without what was merely a default when it was written."""
+        """The recipe without mere defaults from the time of writing."""
         choices = {group: option for group, option in self.choices.items() if group not in self.unchanged}
         values = {key: value for key, value in self.values.items() if key not in self.unchanged}
         return replace(self, choices=choices, values=values, header=Header(), unchanged=frozenset())
 
     def add(self, defaults: Recipe) -> None:
-        """Add what was a mere default. What the recipe says itself goes before it, and may have been changed by hand."""
+        """Add the mere defaults. The recipe's own values override them, and may have been edited by hand."""
         kept = {key: value for key, value in defaults.values.items() if holds_for(key, defaults.choices, self.choices)}
         self.unchanged = frozenset({*defaults.choices, *kept} - {*self.choices, *self.values})
         self.choices = {**defaults.choices, **self.choices}
@@ -92,9 +92,9 @@ class Recipe:
         self.lines = {**defaults.lines, **self.lines}
 
     def baseline(self, groups: Container[str]) -> Recipe:
-        """The recipe that the claim of speed compares with, itself where it has none; from the same file, so checked like any.
+        """The baseline recipe of the claim of speed, or this recipe without such a claim; from the same file, fully checked.
 
-        A group that the claim names has that option's own defaults and the claim's settings, and none of the recipe's settings.
+        A group in the claim has its option's own defaults and the claim's settings, but none of the recipe's settings.
         """
         if self.claim is None or self.claim.speed is None:
             return replace(self, claim=None)
@@ -106,7 +106,7 @@ class Recipe:
 
 
 def _split(given: JsonMapping, groups: Container[str]) -> tuple[JsonObject, JsonObject]:
-    """The entries that choose an option, and those that set a value."""
+    """The entries for options, and the entries for values."""
     return {k: v for k, v in given.items() if k in groups}, {k: v for k, v in given.items() if k not in groups}
 
 
@@ -122,18 +122,18 @@ def read(path: Path, raw: bytes | None = None) -> Recipe:
             _section(recipe, entry)
     recipe.add(defaults)
     if recipe.claim is not None and recipe.sweep:
-        root.problems.append(f"{path}: a recipe with sweep: cannot have claim:, which is about a single config")
+        root.problems.append(f"{path}: a recipe with sweep: cannot have claim:, because a claim is about a single config")
     refuse(root.problems)
     return recipe
 
 
 def read_of_run(run_dir: Path) -> Recipe:
-    """Read and check the recipe that a run has written. A link in its place is not followed. Raises UserError."""
+    """Read and check the recipe written by a run. Links are not followed. Raises UserError."""
     return read(run_dir / "recipe.yaml", raw_of_run(run_dir))
 
 
 def raw_of_run(run_dir: Path) -> bytes:
-    """The bytes of the recipe that a run has written. Raises UserError."""
+    """The bytes of the recipe written by a run. Raises UserError."""
     path = run_dir / "recipe.yaml"
     try:
         return files.read_bytes(path, safe_yaml.MAX_BYTES)
@@ -157,16 +157,16 @@ def _section(recipe: Recipe, entry: RecipeKey) -> None:
 
 
 def _unchanged(recipe: Recipe, entry: RecipeKey) -> None:
-    """Read options and values that were mere defaults, under the same rules as the rest of the file."""
+    """Read options and values that were mere defaults, by the same rules as the rest of the file."""
     for inner in entry.mapping("'defaults:' and 'group: {key: value}' entries") or ():
         if inner.key in (*FORMS, "description", "claim", "sweep", "unchanged"):
-            inner.refuse(f"'{inner.key}' cannot be in unchanged:, but beside it")
+            inner.refuse(f"'{inner.key}' belongs outside of unchanged:, at the same level")
         else:
             _section(recipe, inner)
 
 
 def holds_for(key: str, before: Mapping[str, object], now: Mapping[str, object]) -> bool:
-    """True if a value that was a mere default of the options `before` is one of the options `now` too (group → option)."""
+    """True if a mere default of the options `before` also belongs to the options `now` (group → option)."""
     group, _, rest = key.partition(".")
     old, new = before.get(group), now.get(group)
     if old is None or new is None or old == new:
@@ -177,12 +177,12 @@ def holds_for(key: str, before: Mapping[str, object], now: Mapping[str, object])
 
 
 def _axis(recipe: Recipe, entry: RecipeKey) -> None:
-    """Read one key of the sweep's grid, under the same rules as the rest of the file."""
+    """Read one key of the sweep's grid, by the same rules as the rest of the file."""
     if not entry.may_be_set():
         return
     given = entry.value()
     recipe.sweep[entry.key], recipe.lines[entry.key] = given if isinstance(given, list) else [given], entry.line
-    if any(names_code(entry.key, choice) for choice in recipe.sweep[entry.key]):  # the command line would take the axis's place
+    if any(names_code(entry.key, choice) for choice in recipe.sweep[entry.key]):  # the command line would replace the axis
         entry.refuse(code_refusal(entry.key))
     if given == []:
         entry.refuse(f"'{entry.key}' has no values to sweep over")
@@ -219,7 +219,7 @@ def _choice(recipe: Recipe, entry: RecipeKey) -> None:
 
 
 def _values(recipe: Recipe, entry: RecipeKey) -> None:
-    """Read a value, or each value of a mapping, which has dotted keys."""
+    """Read a value, or each value of a mapping, by dotted keys."""
     if not entry.may_be_set():
         return
     inner = entry.entries()

@@ -1,4 +1,4 @@
-"""Reading YAML that anyone may have written: plain values, of bounded size; no objects, no aliases, no environment."""
+"""Reading YAML from untrusted authors: plain values of bounded size; no objects, no aliases, no environment."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import yaml
 from drivetrain.core.errors import UserError, printable
 from drivetrain.core.options.overrides import MAX_DEPTH
 
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML's C parser, where it was built with one
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML's C parser, if built with one
 MAX_BYTES, MAX_NODES = 64 * 1024, 2000
 MAX_KEY, MAX_TEXT = 200, 2000  # characters
 MAX_WHOLE = 2**63 - 1  # a whole number
-OPERATOR_KEYS = {  # set by whoever starts the run, never by a file that was shared
+OPERATOR_KEYS = {  # set by the user who starts the run, never by a shared file
     "hydra": "Hydra's settings", "trust": "trust in code", "resume": "a run to resume", "resume_changed": "a run to resume",
     "recipe": "another recipe", "output_dir": "a path", "logger": "loggers",
     "callbacks": "code",
 }  # fmt: skip
-# Control characters, turns of direction, and line breaks that only some programs know: a comment may hide a line behind them.
+# Control characters, direction marks, and line breaks that only some programs know: a comment may hide a line behind them.
 _DECEIVING = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|(?!\\A)\ufeff|\r(?!\n)")
 _OTHER_NOTATION = re.compile(r"[-+]?0[0-9_bx]|.*:")  # 010 is octal, and 1:30 counts in sixties
 CODE_GROUPS = ("model", "data", "loss", "metrics")  # their option `own` names a class or a function
@@ -31,20 +31,20 @@ REFERENCE = re.compile(r"\$\{([a-z_]+(?:\.[a-z_0-9]+)*)\}")
 
 def read_bytes(path: Path) -> bytes:
     """The bytes of a recipe file. Raises UserError."""
-    try:  # without waiting for the writer of a pipe
+    try:  # does not wait for a pipe's writer
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UserError(f"recipe {path} is no regular file")
+                raise UserError(f"recipe {path} is not a regular file")
             raw = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         raise UserError(f"recipe {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(raw) > MAX_BYTES:
-        raise UserError(f"recipe {path} is larger than {MAX_BYTES // 1024} KiB, the most that a recipe may have")
+        raise UserError(f"recipe {path} is larger than {MAX_BYTES // 1024} KiB, the largest size of a recipe")
     return raw
 
 
 class RecipeKey(NamedTuple):
-    """A key of a recipe file with its value, or a whole file. `problems` are those of the file: every reason to refuse it."""
+    """A key of a recipe file with its value, or a whole file. `problems` collects every reason to refuse the file."""
 
     path: Path
     key: str
@@ -67,7 +67,7 @@ class RecipeKey(NamedTuple):
         return [*found.values()]
 
     def mapping(self, of: str, at_least: int = 0) -> list[RecipeKey] | None:
-        """The entries of what must be a mapping of something; None where it is none, or has fewer."""
+        """The entries of a required mapping of `of`; None if it is no mapping or too short."""
         if isinstance(self.node, yaml.MappingNode) and len(self.node.value) >= at_least:
             return self.entries()
         self.refuse(f"{self.key}: must be a mapping of {of}")
@@ -78,7 +78,7 @@ class RecipeKey(NamedTuple):
         return self._replace(key=f"{key}.{self.key}")
 
     def may_be_set(self) -> bool:
-        """True if a recipe may set the key, or choose an option of the group; the reason is noted where it may not."""
+        """True if a recipe may set the key or choose an option of the group; otherwise the reason is noted."""
         if problem := _key_problem(self.key):
             self.refuse(problem)
         return not problem
@@ -99,9 +99,9 @@ class RecipeKey(NamedTuple):
 
 
 def load(path: Path, raw: bytes | None = None) -> RecipeKey:
-    """A recipe file, or its bytes where they are not in a file. Raises UserError.
+    """A recipe file, or bytes without a file. Raises UserError.
 
-    It is composed only after its events were checked: aliases, tags and deep nesting are refused there.
+    It is composed only after a check of its YAML events, which refuses aliases, tags and deep nesting.
     """
     raw = read_bytes(path) if raw is None else raw
     try:
@@ -151,19 +151,19 @@ def code_refusal(group: str) -> str:
 
 
 def _key_problem(key: str) -> str:
-    """The reason why no recipe may set this key, or choose an option of this group; "" where it may."""
+    """The reason why no recipe may set this key or choose an option of this group; "" if it may."""
     first, shown = re.split(r"[./]", key)[0], f"'{printable(key):.60}'"
     if first in OPERATOR_KEYS:
         return f"a recipe cannot set '{key}' ({OPERATOR_KEYS[first]}): set it on the command line"
     if any(part.startswith("_") for part in key.split(".")):
         return f"{shown}: a recipe chooses options and sets values, never a target or another key of Hydra's"
-    if not re.fullmatch(r"[A-Za-z0-9_.*?]+", key) or len(key) > MAX_KEY:  # * and ? in patterns of parameters' names
+    if not re.fullmatch(r"[A-Za-z0-9_.*?]+", key) or len(key) > MAX_KEY:  # * and ? occur in patterns of parameter names
         return f"{shown} is not a key: keys are plain names of at most {MAX_KEY} characters"
     return ""
 
 
 def _scalar(node: yaml.ScalarNode) -> object:
-    """A scalar as YAML 1.1 reads it, except that 1e-3 is a number; the node itself where YAML cannot make a value of it."""
+    """A scalar by the rules of YAML 1.1, except that 1e-3 is a number; the node itself if YAML cannot read its value."""
     if not node.style and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", node.value):
         return float(node.value)
     if not node.style and re.fullmatch(r"[-+]?[\d_]{20,}", node.value):  # Python reads no number of more than 4,300 digits
@@ -178,7 +178,7 @@ def _scalar(node: yaml.ScalarNode) -> object:
 
 
 def scalar(node: yaml.ScalarNode, several_lines: bool = False) -> tuple[object, str]:
-    """A scalar in plain Python, and the reason why a recipe may not hold it; "" where it may."""
+    """A scalar in plain Python, and the reason why a recipe may not hold it; "" if it may."""
     value, text, problem = _scalar(node), node.value, ""
     short = printable(text) if len(text) < 40 else f"{printable(text[:40])}…"
     if not isinstance(value, str | int | float | bool | None):

@@ -1,4 +1,4 @@
-"""Sections of a recipe that are data: dataclasses whose fields say what a value must be. One reader, one check, one writer."""
+"""Data sections of a recipe: dataclasses with a rule for each field's value. One reader, one check, one writer."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Rule:
     """The rule for the value of a field."""
 
     check: Check = lambda _: ""
-    about: str = ""  # what the value is, for whoever left it out
-    comment: str = ""  # behind the written value
-    kind: type[Section] | None = None  # the section that the value is, which has a check for each of its own
+    about: str = ""  # description of the value, for the message if it is missing
+    comment: str = ""  # comment after the written value
+    kind: type[Section] | None = None  # the value's section, with its own checks
 
     def read(self, entry: RecipeKey) -> object:
-        """The value of an entry, or anything where it was refused."""
+        """The value of an entry; arbitrary if it was refused."""
         if self.kind is not None:
             return self.kind.read(entry)
         before, value = len(entry.problems), entry.value()
@@ -39,7 +39,7 @@ class Rule:
         return tuple(value) if isinstance(value, list) else value
 
     def problems(self, key: str, value: object) -> Iterator[str]:
-        """The problems of a value that was not read from a file."""
+        """The problems of a value that does not come from a file."""
         if isinstance(value, Section):
             yield from value.problems(key)
         elif wrong := self.check(list(value) if isinstance(value, tuple) else value):
@@ -52,7 +52,7 @@ def _rules_of(section: type) -> dict[str, Rule]:
     return {each.name: next(r for r in get_args(hints[each.name]) if isinstance(r, Rule)) for each in fields(section)}
 
 
-rules_of: Callable[[type], dict[str, Rule]] = cache(_rules_of)  # which reads the annotations
+rules_of: Callable[[type], dict[str, Rule]] = cache(_rules_of)  # reads the annotations
 
 
 class Section:
@@ -60,7 +60,7 @@ class Section:
 
     @classmethod
     def read(cls, entry: RecipeKey) -> Self | None:
-        """The section below a key, or None where it was refused, for every reason and with its line."""
+        """The section below a key; None if it was refused. Every reason is noted with its line."""
         key, before, rules = entry.key, len(entry.problems), rules_of(cls)
         if (given := entry.mapping(", ".join(rules))) is None:
             return None
@@ -78,18 +78,18 @@ class Section:
         return made if len(entry.problems) == before else None
 
     def problems(self, key: str) -> Iterator[str]:
-        """The problems that a reader would find in this section, which was made and not read."""
+        """The problems that a reader would find in this section, for one made by the program."""
         for name, rule in rules_of(type(self)).items():
             if (value := getattr(self, name)) is not None:
                 yield from rule.problems(f"{key}.{name}", value)
         yield from self.contradictions(key)
 
     def contradictions(self, key: str) -> Iterator[str]:
-        """The reasons why these values, each of them good, cannot stand together."""
+        """The conflicts between individually valid values."""
         return iter(())
 
     def to_yaml(self, key: str, indent: str = "") -> str:
-        """The section as YAML: in one line where it is plain, else a line for each value, with its comment."""
+        """The section as YAML: one line if it is plain, else a line for each value, with its comment."""
         rules = {name: rule for name, rule in rules_of(type(self)).items() if getattr(self, name) is not None}
         values = {name: getattr(self, name) for name in rules}
         if not any(isinstance(value, Section) for value in values.values()) and not any(r.comment for r in rules.values()):
@@ -105,12 +105,12 @@ class Section:
 
 
 def shown(value: object) -> str:
-    """A value that anyone may have written, for a message: in one line, and not long."""
+    """An untrusted value for a message: one short line."""
     return printable(str(value))[:SHOWN]
 
 
 def plain(value: object) -> object:
-    """A value as YAML's writer knows it."""
+    """A value in plain types for YAML's writer."""
     return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
 
 
@@ -118,13 +118,13 @@ def plain(value: object) -> object:
 
 
 def check(good: Callable[[Any], bool], about: str) -> Check:
-    """The check of a value that must be `about`."""
+    """The check that a value is `about`."""
     return lambda value: "" if good(value) else f"must be {about}"
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """True if a value is a finite number of a size that something was measured in."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER  # not of nan
+    """True if a value is a finite number of a plausible size."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER  # false for nan
 
 
 def _is_whole(value: object) -> bool:
@@ -136,7 +136,7 @@ def _is_interval(value: object) -> bool:
 
 
 def is_text(value: object) -> TypeGuard[str]:
-    """True for a text that is printed to terminals: it may hold no control characters."""
+    """True if a text is safe for terminals: without control characters."""
     return isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_CHARACTERS
 
 

@@ -1,4 +1,4 @@
-"""A recipe as text, written so that recipe/reader.py reads the same options and values again."""
+"""Recipes as text, from which recipe/reader.py reads the same options and values again."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from drivetrain.core.machine import process
 from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.recipe.safe_yaml import RecipeKey, scalar
 
-SCHEMA = 1  # the form that is written and read here
+SCHEMA = 1  # the version of the file format
 HASH_DIGITS = 16
 TEXT = "tag:yaml.org,2002:str"
-FORMS = {  # key → what its text must look like, and that in words
+FORMS = {  # key → pattern of its text, and its description
     "schema": (r"[1-9]\d{0,5}", "a whole number from 1"),
     "drivetrain": (r"\d[0-9A-Za-z.+!-]{0,39}", 'a version, as "0.1.0"'),
     "hash": (rf"[0-9a-f]{{{HASH_DIGITS}}}", f"{HASH_DIGITS} hex digits in quotes"),
@@ -29,12 +29,12 @@ FORMS = {  # key → what its text must look like, and that in words
 
 @dataclass(frozen=True)
 class Header:
-    """A written recipe's facts about itself. All are None in one that was written by hand."""
+    """A recipe's facts about itself. All are None in a handwritten one."""
 
     schema: int | None = None
-    drivetrain: str | None = None  # the version that wrote it
-    hash: str | None = None  # of the config that the file stands for (run/recipe_file.py)
-    left_out: frozenset[str] = frozenset()  # groups and keys that it leaves to whoever runs it; the hash is without them
+    drivetrain: str | None = None  # the version of drivetrain that wrote it
+    hash: str | None = None  # of the resulting config (run/recipe_file.py)
+    left_out: frozenset[str] = frozenset()  # groups and keys that each user chooses; the hash leaves them out
 
     @property
     def writer(self) -> str:
@@ -48,7 +48,7 @@ class Header:
 
 
 def read_header(root: RecipeKey) -> Header:
-    """The header among a recipe's keys. Raises UserError for a form that is newer than this drivetrain."""
+    """The header among a recipe's keys. Raises UserError for a format newer than this drivetrain."""
     given = {entry.key: entry for entry in root.entries() if entry.key in FORMS}
     found: dict[str, list[str]] = {}
     for key, entry in given.items():
@@ -68,12 +68,12 @@ def read_header(root: RecipeKey) -> Header:
             f"and drivetrain {process.__version__} reads schema {SCHEMA}: pip install --upgrade 'drivetrain{version}'"
         )
     if "hash" in given and "schema" not in given:
-        given["hash"].refuse("hash: says nothing without the schema that it was made by: give schema:, or remove it")
+        given["hash"].refuse("hash: means nothing without the schema of its making: give schema:, or remove it")
     return header
 
 
 def _texts(node: yaml.Node, is_list: bool) -> list[str]:
-    """A scalar, or each of a list, as it stands in the file, whatever YAML would read it as; "" in place of anything else."""
+    """A scalar, or each of a list, as literal text of the file, whatever YAML would read; "" for anything else."""
     nodes = ([node] if not is_list else node.value) if isinstance(node, yaml.SequenceNode) == is_list else []
     return [each.value if isinstance(each, yaml.ScalarNode) else "" for each in nodes]
 
@@ -88,9 +88,9 @@ def text(
     unchanged: tuple[JsonMapping, JsonMapping],
     more: str = "",
 ) -> str:
-    """The recipe of these options (group → option) and values (dotted key → value): first what was chosen, then the rest.
+    """The recipe of these options (group → option) and values (dotted key → value): first the chosen ones, then the rest.
 
-    `more` is YAML that stands between them: comments, or further sections.
+    `more` is YAML between the two parts: comments, or further sections.
     """
     lines = (header.lines() if header is not None else []) + (
         [f"description: {json.dumps(description, ensure_ascii=False)}"] if description else []
@@ -100,7 +100,7 @@ def text(
 
 
 def with_section(recipe: str, section: str) -> str:
-    """The text of a recipe with a further section, above what was merely a default."""
+    """The text of a recipe with a further section, above the mere defaults."""
     head, mark, rest = recipe.partition(f"\n{UNCHANGED}\n")
     return head + section + mark + rest
 
@@ -112,7 +112,7 @@ def _section(options: JsonMapping, values: JsonMapping) -> str:
 
 
 def nested(values: JsonMapping) -> JsonObject:
-    """Dotted keys as nested mappings. A key stays dotted where a part of it has a value of its own, as `head` beside `head.0`."""
+    """Dotted keys as nested mappings. A key stays dotted if a part of it has its own value, as `head` next to `head.0`."""
     tree: JsonObject = {}
     for key, value in values.items():
         *above, last = key.split(".")
@@ -132,7 +132,7 @@ def block(tree: JsonMapping) -> str:
 
 
 def plain(tree: object) -> str:
-    """A config as OmegaConf.to_yaml writes it, by PyYAML's emitter in C."""
+    """A config in the form of OmegaConf.to_yaml, by PyYAML's emitter in C."""
     return str(yaml.dump(tree, Dumper=_Plain, sort_keys=False, allow_unicode=True))
 
 
@@ -177,7 +177,7 @@ def _style(value: str) -> str | None:
 
 
 def _plain_string(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-    quoted = value in ("y", "Y", "n", "N")  # a truth value in YAML 1.1, though PyYAML reads a text
+    quoted = value in ("y", "Y", "n", "N")  # a boolean in YAML 1.1, though PyYAML reads a text
     with suppress(ValueError):
         float(value)
         quoted = True

@@ -1,4 +1,4 @@
-"""A run's directory: a new one for every run, locked by one process at a time, and found again after it was moved away."""
+"""A run's directory: new for every run, locked by one process at a time, and found again after a move."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from drivetrain.core.options import groups
 
 
-FILES = (  # what a run or a sweep writes into its directory
+FILES = (  # names written by a run or a sweep into its directory
     "environment.json", "result.json", "jobs.json", "sweep.json", "recipe.yaml", "config.yaml", "metrics.jsonl", "metrics.csv",
     "log.txt", "debug.txt", "report.html", "checkpoints", ".reserve",
 )  # fmt: skip
 
 _missing: dict[Path, list[Path]] = {}  # a run's directory → the folders that did not exist before, the deepest first
-_kept: dict[Path, set[str] | None] = {}  # a run's directory → the names that were in it before; None: it did not exist
+_kept: dict[Path, set[str] | None] = {}  # a run's directory → its earlier content; None: it did not exist
 
 
 def new(root: Path, *middle: str) -> Path:
-    """The path root/<middle…>/<date>/<time>-<id>, unique also among runs that start in the same second; it is not created."""
+    """The path root/<middle…>/<date>/<time>-<id>, unique even among runs of the same second; it is not created."""
     return root.joinpath(*middle, time.strftime("%Y-%m-%d")) / f"{time.strftime('%H-%M-%S')}-{secrets.token_hex(3)}"
 
 
@@ -44,16 +44,16 @@ def create(root: Path, *middle: str) -> Path:
 
 
 def cannot_take(path: Path, word: str, resume: str = "resume") -> Iterator[str]:
-    """The reason why the directory that the operator named by `word` cannot become a run's: it holds a run or a file of one."""
+    """The reason why a directory given by `word` cannot become a run's: it already holds a run or a run's file."""
     try:
         names = {p.name for p in path.iterdir()} if path.is_dir() else set()
     except OSError as error:
         yield f"{word}={path} cannot be read ({error.strerror}): name another directory"
         return
     if names.intersection(("environment.json", "result.json", "jobs.json")):
-        yield f"{word}={path} holds a run already: go on with it by {resume}={path}, or name another directory"
+        yield f"{word}={path} already holds a run: go on with it by {resume}={path}, or name another directory"
     elif taken := names.intersection(FILES):
-        yield f"{word}={path} has a {min(taken)} already, and a run writes one: name another directory"
+        yield f"{word}={path} already has a {min(taken)}, and a run writes one: name another directory"
     elif path.exists() and not path.is_dir():
         yield f"{word}={path} is a file: name a directory"
 
@@ -71,15 +71,15 @@ def make(path: Path, exist_ok: bool = False) -> None:
 
 
 def remember_missing_folders(path: Path) -> None:
-    """Note for `remove` what exists already: a rank that is forked from this process may create the rest."""
+    """Note the existing content for `remove`: a rank forked from this process may create the rest."""
     _missing[path] = [p for p in (path, *path.parents) if not p.exists()]
     _kept[path] = {p.name for p in path.iterdir()} if path.is_dir() else None
 
 
 def remove(path: Path) -> None:
-    """Remove a run's directory, and the folders above it that were created for it and are empty.
+    """Remove a run's directory, and empty parent folders created for it.
 
-    Where the directory was there before, what was in it stays, and so does what others have put there since.
+    In an existing directory, its earlier content and later files of others stay.
     """
     kept = _kept.pop(path, None)
     for entry in [] if kept is None else [path / name for name in (*FILES, ".lock", ".hydra") if name not in kept]:
@@ -92,7 +92,7 @@ def remove(path: Path) -> None:
 
 
 def same_on_all_ranks(path: Path, parallel: groups.Parallel) -> Path:
-    """Rank 0's directory, on every rank. Raises UserError on all ranks where one of them cannot see it."""
+    """Rank 0's directory, on every rank. Raises UserError on all ranks if one of them cannot see it."""
     mark = f".seen-{secrets.token_hex(8)}"
     path, mark = parallel.broadcast_object((path, mark))
     if parallel.world.rank == 0:
@@ -106,7 +106,7 @@ def same_on_all_ranks(path: Path, parallel: groups.Parallel) -> Path:
     if blind:
         named = ("rank " if len(blind) == 1 else "ranks ") + ", ".join(map(str, blind))
         raise UserError(
-            f"saving.sharded=true lets every rank write its part, and {named} cannot see rank 0's {path}: set output_dir to a "
+            f"saving.sharded=true lets every rank write its part, but {named} cannot see rank 0's {path}: set output_dir to a "
             "disk that all machines share, or saving.sharded=false"
         )
     return path
@@ -114,7 +114,7 @@ def same_on_all_ranks(path: Path, parallel: groups.Parallel) -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lock a run's directory within the context. Raises UserError where another process has locked it."""
+    """Lock a run's directory within the context. Raises UserError if another process has locked it."""
     lock = path / ".lock"
     try:
         opened = files.opened(lock, "a")
@@ -122,7 +122,7 @@ def locked(path: Path) -> Iterator[None]:
         raise UserError(f"{lock} cannot be opened ({error.strerror}): remove it, or copy the run elsewhere") from None
     with opened as file:
         if not files.locks(file):
-            raise UserError(f"{path} is in use by another process: wait for it, or start a run of its own")
+            raise UserError(f"{path} is in use by another process: wait for it, or start a new run")
         yield
 
 
@@ -138,9 +138,9 @@ BEGINS_S = 60.0  # a folder with a hidden name may be one that is not locked yet
 
 @contextlib.contextmanager
 def working(place: Path, setting: str = "output_dir") -> Iterator[Path]:
-    """Make a new folder below `place`, locked, that goes at the end of the context, as do those of killed processes.
+    """Make a new folder below `place`, locked, removed at the end of the context, along with those of killed processes.
 
-    Raises UserError where `place`, which the setting names, cannot be written.
+    Raises UserError if `place`, named by the setting, cannot be written.
     """
     missing = [path for path in (place, *place.parents) if not path.exists()]
     try:
@@ -150,13 +150,13 @@ def working(place: Path, setting: str = "output_dir") -> Iterator[Path]:
         raise UserError(f"{place} cannot be written ({error.strerror}): set {setting} to a directory you can write to") from None
     _remove_left(place)
     with locked(folder):
-        folder = folder.rename(place / folder.name[1:])  # now that no other process takes it for a left one
+        folder = folder.rename(place / folder.name[1:])  # now no other process mistakes it for a leftover
         try:
             yield folder
         finally:
             files.remove(folder)
             for each in (place, Path(tempfile.gettempdir())):
-                _remove_left(each)  # of this process's children, which it has killed
+                _remove_left(each)  # of killed children
             for path in missing:
                 with contextlib.suppress(OSError):
                     path.rmdir()
@@ -188,7 +188,7 @@ TAKE_RUNS = ("resume", "model.weights", "loss.teacher")  # settings that name a 
 
 
 def named(word: str | Path) -> Path:
-    """The run's directory that a word names. Raises UserError where there is no `last` one."""
+    """The run's directory named by a word. Raises UserError for `last` without any run."""
     path = expanded(word)
     if str(word) != LAST or path.exists():
         return path
@@ -198,7 +198,7 @@ def named(word: str | Path) -> Path:
 
 
 def with_last(words: Sequence[str]) -> list[str]:
-    """Overrides that name the newest run's directory where they said `last`. Raises UserError."""
+    """Overrides with the newest run's directory instead of `last`. Raises UserError."""
     said = {f"{key}={LAST}": key for key in TAKE_RUNS}
     return [f"{said[word]}={named(LAST)}" if word in said else word for word in words]
 
@@ -212,7 +212,7 @@ GONE = (errno.ENOENT, errno.ENOTDIR)
 
 
 class RunDirHandle:
-    """A run's directory, held by its descriptor, which stays the same directory wherever it is moved."""
+    """A run's directory, held by its descriptor, so that it is found after a move."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -221,19 +221,19 @@ class RunDirHandle:
             weakref.finalize(self, os.close, self._handle)
 
     def folder(self) -> Path | None:
-        """Return where the directory is now: its own path, or that to which it was moved; None where it was removed."""
+        """Return the directory's current path, also after a move; None if it was removed."""
         if self._handle is None:
             return self.path
         try:
             if os.path.samestat(os.stat(self.path), os.fstat(self._handle)):
                 return self.path
         except OSError as error:
-            if error.errno not in GONE:  # the disk does not answer: writing tells why
+            if error.errno not in GONE:  # the disk does not answer: writing will raise the reason
                 return self.path
         return self._moved_to(self._handle)
 
     def place(self) -> Path:
-        """Return where the run's files belong now: in `folder()`, or, if that was removed, in a new directory beside it."""
+        """Return the current place for the run's files: `folder()` or, if that was removed, a new directory next to it."""
         folder = self.folder()
         if folder is None:
             folder = self.path.with_name(f"{self.path.name}-rescued")

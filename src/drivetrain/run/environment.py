@@ -1,4 +1,4 @@
-"""The record of where a run ran: versions, processor, commit, command line. Environment variables are not recorded."""
+"""The record of a run's environment: versions, processor, commit, command line. Environment variables are not recorded."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from drivetrain.core.typed import JsonObject
 
 
 def describe(overrides: list[str], config_hash: str, machine_local: dict[str, object]) -> JsonObject:
-    """The content of environment.json; `machine_local` are the settings that belong to this machine and not to the recipe."""
+    """The content of environment.json; `machine_local` are settings of this machine, not of the recipe."""
     versions = {n: version(n) for n in ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy", "safetensors")}
     return {
-        "time": time.time(),  # of the start, or of the latest resume; it orders runs that started in the same second
+        "time": time.time(),  # of the start or the latest resume; it orders runs of the same second
         "drivetrain": process.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -40,7 +40,7 @@ def describe(overrides: list[str], config_hash: str, machine_local: dict[str, ob
     }
 
 
-@lru_cache(maxsize=64)  # 5 ms for each: its whole metadata is parsed
+@lru_cache(maxsize=64)  # 5 ms each, to parse all of its metadata
 def version(name: str) -> str | None:
     """The version of an installed distribution, or None."""
     try:
@@ -50,7 +50,7 @@ def version(name: str) -> str | None:
 
 
 def processor() -> str:
-    """Return the processor's name. Makers give unlike kinds one name, so its family and model follow where Linux tells them."""
+    """Return the processor's name. Makers give different kinds one name, so family and model follow if Linux reports them."""
     try:
         about = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -71,10 +71,10 @@ def device_name(device: torch.device) -> str:
 
 
 def _git_commit() -> str | None:
-    """The git commit of the working directory, with "-dirty" where files differ from it; None outside a repository."""
+    """The git commit of the working directory, with "-dirty" if files differ from it; None outside a repository."""
     here = Path.cwd()
     if "GIT_DIR" not in os.environ and not any((folder / ".git").exists() for folder in (here, *here.parents)):
-        return None  # as git would find, which takes longer to start
+        return None  # a quick search, because git takes longer to start
     # The repository may be a stranger's: its config can name programs that git would start.
     off = {"core.fsmonitor": "false", "core.hooksPath": os.devnull}
     try:
@@ -91,7 +91,7 @@ def _git_commit() -> str | None:
 
 
 def _git(words: list[str], settings: dict[str, str], may_fail: bool = False) -> str:
-    """The output of git, which asks no other machine. Raises OSError, SubprocessError, and ValueError for other than UTF-8."""
+    """The output of git, without network. Raises OSError, SubprocessError, and ValueError for other than UTF-8."""
     first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)  # after the operator's own
     env = {**os.environ, "GIT_ALLOW_PROTOCOL": "none", "GIT_OPTIONAL_LOCKS": "0"}
     for number, (key, value) in enumerate(settings.items(), first):

@@ -1,6 +1,6 @@
 """The identity of a run: the hash of its config, and differences between configs.
 
-Machine-local keys (paths, devices, loggers) belong to this machine and not to a recipe: they are no part of the identity.
+Machine-local keys (paths, devices, loggers) belong to this machine, not to a recipe, and are not part of the identity.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Collection
 from drivetrain.config.composed import Composed, flatten
 from drivetrain.core.typed import JsonObject, is_number
 
-MAY_LENGTHEN = ("epochs", "updates")  # what a resumed run may change
+MAY_LENGTHEN = ("epochs", "updates")  # keys that a resumed run may change
 
 
 def reads_environment(value: object) -> bool:
@@ -38,14 +38,14 @@ def config_hash(composed: Composed, machine_local_keys: set[str]) -> str:
 
 
 def _length(value: object) -> float:
-    """A number of updates or epochs; null is without end, and so is what a spoilt file has in its place."""
+    """A number of updates or epochs; null, or anything in a damaged file, is without end."""
     return float(value) if is_number(value) and value else math.inf
 
 
 def differences(old: dict[str, object], new: dict[str, object], machine_local_keys: set[str]) -> list[str]:
     """The keys in which two configs differ, as "key: old → new". Machine-local keys may differ, and a run may become longer.
 
-    Where another option of a group was chosen, the group is listed and its keys are not.
+    If another option of a group was chosen, the group is listed without its keys.
     """
     a, b = flatten(old), flatten(new)
     skip = machine_local_keys | set(MAY_LENGTHEN)
@@ -59,7 +59,7 @@ def differences(old: dict[str, object], new: dict[str, object], machine_local_ke
 
 
 def machine_local_overrides(composed: Composed, machine_local_keys: set[str]) -> JsonObject:
-    """The machine-local settings as keys and values of overrides, for the resume of a run; with all that the environment sets."""
+    """The machine-local settings, and all that the environment sets, as overrides (key → value) for a resume."""
     values = flatten(composed.unresolved)
     values = {k: v for k, v in values.items() if is_machine_local(k, machine_local_keys) or reads_environment(v)}
     values = {k: v for k, v in values.items() if k.split(".")[0] not in ("resume", "resume_changed", "recipe")}

@@ -1,4 +1,4 @@
-"""Read the files of runs: completed ones, failed ones, and those that are still running."""
+"""Read the files of runs: completed, failed and running ones."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from drivetrain.run import directory, records
 from drivetrain.run.records import need_pandas
 from drivetrain.run.result import Result
 
-DEEPEST = 20  # folders between the one that was named and a run's
-MAX_VALUES, MAX_DEPTH = 100_000, 30  # in a run's config or environment
-# The keys that are read of environment.json, with the type that each must have.
+DEEPEST = 20  # folders between the named one and a run's
+MAX_VALUES, MAX_DEPTH = 100_000, 30  # keys in a run's config or environment
+# The keys read from environment.json, with their types.
 ENVIRONMENT: JsonObject = {
     "time": float, "selection": dict[str, str] | None, "overrides": list[str], "versions": dict[str, str | None],
     "git_commit": str | None,
@@ -36,7 +36,7 @@ class Points:
     samples: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # since the run's first record
     values: list[dict[str, float]] = field(default_factory=list)
-    set: str = "test"  # of evaluations: what they saw
+    set: str = "test"  # the evaluated set
 
     def curve(self, name: str) -> list[float | None]:
         """The value of this name in each record; None where it is missing."""
@@ -54,9 +54,9 @@ class RunFiles:
     config: JsonObject  # dotted keys
     environment: JsonObject
     train: Points
-    evaluated: Points  # on the validation set, or on the test set where there is no other
-    changed: JsonObject = field(default_factory=dict)  # what the run chose otherwise than the defaults; dotted keys
-    counts_start: bool = True  # whether the seconds to a target are those that it noted, with the start of its process
+    evaluated: Points  # on the validation set, or on the test set without one
+    changed: JsonObject = field(default_factory=dict)  # the run's differences from the defaults; dotted keys
+    counts_start: bool = True  # True if the seconds to a target are the run's own, from the start of its process
 
     @cached_property
     def selection(self) -> Selection | None:
@@ -66,11 +66,11 @@ class RunFiles:
 
     @property
     def metric(self) -> tuple[str, bool] | None:
-        """The same among other runs: the metric of the weights that each hands on, and whether higher is better."""
+        """The metric for comparison with other runs: of the resulting weights, and whether higher is better."""
         return (self.selection.across_runs.name, self.selection.maximize) if self.selection is not None else None
 
     def place(self) -> tuple[float, float] | None:
-        """The place of the best evaluation among those of runs with the same metric, the least the best."""
+        """The sort key of the best evaluation among runs with the same metric, lowest first."""
         places = map(self.selection.place, self.evaluated.values) if self.selection is not None else ()
         return min((place for place in places if place is not None), default=None)
 
@@ -90,8 +90,8 @@ class RunFiles:
     def to_target(self, target: float | Reach) -> tuple[float, int] | None:
         """Seconds and updates until the metric reached `target`; None if it never did. A number is of the run's own metric.
 
-        The seconds of the run's own target are those that it noted itself, from the start of its process. Of another one they
-        count from the first record, as nothing tells more.
+        The seconds to the run's own target are its own note, from the start of its process. For another target they count from
+        the first record, because nothing else is known.
         """
         if isinstance(target, Reach):
             return self.noted(target) or self.first_reaching(target.metric, target.reached)
@@ -101,7 +101,7 @@ class RunFiles:
         return self.first_reaching(name, lambda value: value >= target if more else value <= target)
 
     def noted(self, target: Reach) -> tuple[float, int] | None:
-        """Seconds and updates until the run's own target, as it noted them; None where `target` is another, or not reached."""
+        """Seconds and updates until the run's own target, as noted by the run; None for another `target` or an unreached one."""
         own = (self.result.target if self.result and self.counts_start else None) or {}
         if own.get("reach") != str(target) or own.get("update") is None or own.get("seconds") is None:
             return None
@@ -117,9 +117,9 @@ class RunFiles:
 
 
 def put_on_one_clock(runs: Sequence[RunFiles], target: Reach) -> bool:
-    """Let all runs count the seconds to a target from their first records, if some that reached it have noted it and some not.
+    """Count the seconds to a target from each run's first record, if only some of the runs that reached it have noted it.
 
-    Returns whether they counted in one way already.
+    Returns True if all already counted in one way.
     """
     noted = {run.noted(target) is not None for run in runs if run.to_target(target) is not None}
     for run in runs:
@@ -128,7 +128,7 @@ def put_on_one_clock(runs: Sequence[RunFiles], target: Reach) -> bool:
 
 
 def find(folders: Sequence[Path]) -> list[RunFiles]:
-    """The runs in these folders and below, the oldest first. Raises UserError for a folder that is missing or has no run."""
+    """The runs in these folders and below, the oldest first. Raises UserError for a folder that is missing or without a run."""
     problems = [f"{folder}: there is no such folder" for folder in folders if not folder.is_dir()]
     refuse(problems)
     places = sorted({place for folder in folders for place in _places(folder)})
@@ -143,7 +143,7 @@ def _places(top: Path) -> Iterator[Path]:
         folder = waiting.pop()
         try:
             names = {entry.name for entry in folder.iterdir()}
-        except OSError:  # it may not be read, or its path is too long
+        except OSError:  # unreadable, or its path is too long
             continue
         if names & {"environment.json", "result.json"}:
             yield folder
@@ -152,13 +152,13 @@ def _places(top: Path) -> Iterator[Path]:
 
 
 def compared(tree: dict[str, object], chosen: dict[str, object]) -> JsonObject:
-    """The part of a config in which runs are compared: its values by dotted keys, and the chosen options."""
+    """The comparable part of a config: its values by dotted keys, and the chosen options."""
     config = {k: v for k, v in flatten(tree).items() if k and k.split(".")[0] not in NOT_COMPARED and not k.endswith("_target_")}
     return {**config, **chosen} if config else {}
 
 
 def read(path: Path, known: tuple[JsonObject, JsonObject] | None = None) -> RunFiles:
-    """Read a run's directory; any of its files may be missing. `known`: its config and what it changed, where they are known."""
+    """Read a run's directory; any of its files may be missing. `known`: its config and changes, if known."""
     result = Result.read(path)
     environment = {k: v for k, v in _bounded(_json(path / "environment.json")).items() if fits(v, ENVIRONMENT.get(k, object))}
     config, changed = known or _read_config(path)
@@ -178,14 +178,14 @@ def _read_config(path: Path) -> tuple[JsonObject, JsonObject]:
 
 
 def _choices(part: object) -> JsonObject:
-    """The options that a part of a recipe chooses, by their groups."""
+    """The options chosen in a part of a recipe, by group."""
     lines = part.get("defaults") if isinstance(part, dict) else None
     found = [line for line in lines if isinstance(line, dict)] if isinstance(lines, list) else []
     return {str(k).rpartition("/")[2]: v for line in found for k, v in line.items()}
 
 
 def _bounded(tree: object) -> JsonObject:
-    """Return a mapping with text as keys; {} where it is none, or too large: aliases in YAML can hold billions of values."""
+    """Return a mapping with text keys; {} for anything else or a too large one: YAML aliases can hold billions of values."""
     left, waiting = MAX_VALUES, [(tree, 0)]
     while waiting:
         value, depth = waiting.pop()
@@ -224,7 +224,7 @@ def points(path: Path) -> tuple[Points, Points]:
             began += seconds - last
         last = seconds if seconds is not None else last
         samples = record.pop("samples", samples)
-        if event == "evaluate" and "weights" in record:  # at the run's end: the test set, which nothing is selected by
+        if event == "evaluate" and "weights" in record:  # at the run's end: the test set, never used for selection
             continue
         points = train if event == "train" else evaluated if event == "evaluate" else None
         if points is None:
@@ -238,7 +238,7 @@ def points(path: Path) -> tuple[Points, Points]:
 
 
 def differing(runs: Sequence[RunFiles]) -> list[str]:
-    """The config's keys in which the runs differ. Where the option of a group differs, the group stands for its keys."""
+    """The config's keys in which the runs differ. If a group's option differs, the group stands for its keys."""
     configs = [run.config for run in runs if run.config]
     keys = dict.fromkeys(k for config in configs for k in config)
     differ = [k for k in keys if len({str(config.get(k, "–")) for config in configs}) > 1]
@@ -253,7 +253,7 @@ def as_frame(folder: Path | str) -> Any:
     """The runs in a folder and below, the oldest first: a row for each, with its settings, metrics and times.
 
     Settings are those in which the runs differ. Metrics are `<set>.final.<name>` and `<set>.best.<name>`, such as
-    `validation.best.accuracy` and `test.best.accuracy`. Raises UserError where there is no run, or no pandas.
+    `validation.best.accuracy` and `test.best.accuracy`. Raises UserError without a run, or without pandas.
     """
     pandas = need_pandas("drivetrain.runs")
     runs = find([expanded(folder)])

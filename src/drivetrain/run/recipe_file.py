@@ -1,6 +1,6 @@
-"""The recipe that repeats a run, with every setting that the run had.
+"""The recipe that repeats a run, with every setting of the run.
 
-Its hash is that of what it stands for. Whether that still comes out is told: a default may have changed since it was written.
+Its hash is that of the resulting config. A changed default is reported, because the hash then differs.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _DOTTED = re.compile(r"[A-Za-z_][\w.]*")  # needs no quotes
 def to_recipe(
     composed: Composed, machine_local_keys: Collection[str], identifying_keys: Collection[str] = (), sections: str = ""
 ) -> str:
-    """The YAML of a recipe that repeats a run: what was chosen, then in `unchanged:` what was merely a default.
+    """The YAML of a recipe that repeats a run: the chosen values, then the mere defaults in `unchanged:`.
 
-    `machine_local_keys` may also name groups and keys that the recipe leaves to whoever runs it. A comment names what it cannot
-    hold, but the run needs. `sections` is further YAML, such as a claim.
+    `machine_local_keys` may also name groups and keys that each user chooses. A comment names values that the run needs and a
+    recipe cannot hold. `sections` is further YAML, such as a claim.
     """
     plain, given = flatten(composed.option_defaults), flatten(composed.unresolved)
     chosen, unchanged, from_outside = _parts(composed, machine_local_keys)
@@ -47,7 +47,7 @@ def to_recipe(
     words = code_words(composed.choices, given, composed.plain["trust"] or [])
     comments = []
     if objects := objects_in(words):
-        comments.append(f"# it was made by a program, with its {printable(' '.join(objects))}: only that program can repeat it")
+        comments.append(f"# made by a program, with its {printable(' '.join(objects))}: only that program can repeat it")
     elif words:
         comments.append(f"# it runs with code of your own: give {printable(shlex.join(words))} on the command line")
     comments += [f"# {k}={json.dumps(given[k])} is not part of a recipe: give it on the command line" for k in elsewhere]
@@ -65,7 +65,7 @@ def to_recipe(
 def _parts(
     composed: Composed, machine_local_keys: Collection[str]
 ) -> tuple[tuple[JsonObject, JsonObject], tuple[JsonObject, JsonObject], list[str]]:
-    """The options and values that a run chose, those that were merely defaults, and the keys that came from the environment."""
+    """A run's chosen options and values, its mere defaults, and its keys from the environment."""
     outside, plain = {*OPERATOR_KEYS, *machine_local_keys}, flatten(composed.option_defaults)
     values = {
         k: v for k, v in flatten(composed.unresolved).items() if not is_machine_local(k, outside) and not k.endswith("_target_")
@@ -80,14 +80,14 @@ def _parts(
 
 
 def compared(composed: Composed, machine_local_keys: Collection[str]) -> tuple[JsonObject, JsonObject]:
-    """The config of a run and what it chose otherwise than the defaults, as `reader.read` takes them from its files."""
+    """The config of a run and its differences from the defaults, like `reader.read` from its files."""
     (options, values), (others, _), _ = _parts(composed, machine_local_keys)
     config = reader.compared(composed.unresolved, {**others, **options})
     return config, {**options, **{k: v for k, v in values.items() if k in config and k not in options}}
 
 
 def code_words(choices: Mapping[str, object], values: Mapping[str, object], trust: Sequence[str]) -> list[str]:
-    """The words that the operator says beside the recipe of a config to run it with its code; [] where it has none.
+    """The words needed on the command line, in addition to the recipe, to run a config with own code; [] without such code.
 
     `values` have dotted keys.
     """
@@ -103,7 +103,7 @@ def code_words(choices: Mapping[str, object], values: Mapping[str, object], trus
 def settable(composed: Composed, machine_local_keys: Collection[str], left_out: Collection[str] = ()) -> JsonObject:
     """The part of a config that a recipe may set: group → option, and dotted key → value.
 
-    A value that refers to another key stays as it is written: it may lead to the environment, which no hash tells of.
+    A reference to another key stays unresolved: it may lead to the environment, which a hash must not reveal.
     """
     outside = {*OPERATOR_KEYS, *machine_local_keys, *left_out}
     unresolved = flatten(composed.unresolved)
@@ -127,9 +127,9 @@ def _canonical(value: object) -> object:
 
 
 def notices(recipe: Recipe | None, config_dirs: Collection[str] = (), trust: Collection[str] = ()) -> Iterator[str]:
-    """A line for a recipe whose hash does not come out: which settings it does not spell out, and what they are now.
+    """A line for a recipe with a differing hash: the settings that it does not spell out, and their present values.
 
-    Nothing is said of a recipe without a hash, and of one that cannot be composed, for which others give the reason.
+    None for a recipe without a hash, or one that cannot be composed, which is reported elsewhere.
     """
     if recipe is None or recipe.header.hash is None:
         return
@@ -142,7 +142,7 @@ def notices(recipe: Recipe | None, config_dirs: Collection[str] = (), trust: Col
         return
     spelled_out = {*recipe.choices, *recipe.values}
     left_out = {key for key in recipe.header.left_out if not any(is_machine_local(given, {key}) for given in spelled_out)}
-    now = settable(alone, local, left_out)  # what the file sets after all counts
+    now = settable(alone, local, left_out)  # the file's final value counts
     if digest(now) == recipe.header.hash:
         return
     added = [f"{key}={format_value(value)}" for key, value in now.items() if key not in spelled_out]
@@ -150,13 +150,13 @@ def notices(recipe: Recipe | None, config_dirs: Collection[str] = (), trust: Col
     about = f"recipe {recipe.name}: {recipe.header.writer} wrote it for another config (hash {recipe.header.hash})"
     here = f"drivetrain {process.__version__}"
     if added:
-        yield f"{about}: it does not say what these were, and with {here} they are {', '.join(sorted(added))}"
-    elif not gone:  # a setting that is gone has a notice of its own
-        yield f"{about}: its options or values were changed since. To share it, export it anew from a run, or remove hash:"
+        yield f"{about}: it does not record these, and with {here} they are {', '.join(sorted(added))}"
+    elif not gone:  # a removed setting has its own notice
+        yield f"{about}: its options or values were changed since. To share it, export it again from a run, or remove hash:"
 
 
 def keys_of_machine(tree: object, trust: Collection[str] = (), prefix: str = "") -> set[str] | None:
-    """The machine-local keys of the options in a config, which need not be a valid run; None if one's code is not trusted."""
+    """The machine-local keys of a config's options, even of an invalid run; None if an option's code is not trusted."""
     found: set[str] = set()
     if not isinstance(tree, dict):
         return found

@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl, also where a crash, a full disk or another program has spoilt lines."""
+"""Reads metrics.jsonl, even with lines damaged by a crash, a full disk or another program."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from drivetrain.core.typed import JsonObject, is_number
 Record = JsonObject
 LARGEST = 2**31  # bytes of a metrics.jsonl: ten million records
 LONGEST = 2**20  # bytes of a line
-MOST_SPOILT, MOST_SPOILT_BYTES = 100_000, 2**26  # lines that are no record, and their bytes: what follows is left out
+MOST_SPOILT, MOST_SPOILT_BYTES = 100_000, 2**26  # broken lines, and their bytes, after which the rest is left out
 
 
 def with_epochs_from_1(found: Iterable[Record]) -> Iterator[Record]:
-    """Yield records with the epoch that each is of, counted from 1.
+    """Yield records, each with its epoch, counted from 1.
 
-    A record's `epoch` is the number of whole epochs, which is one more after the last update of an epoch than in its record.
+    A record's `epoch` is the number of completed epochs; it rises only after the record of an epoch's last update.
     """
     trained: Record = {}  # the last record of training
     for record in found:
@@ -32,14 +32,14 @@ def with_epochs_from_1(found: Iterable[Record]) -> Iterator[Record]:
 
 
 class Records(NamedTuple):
-    """The records that could be read of a file."""
+    """The readable records of a file."""
 
     records: list[Record]
-    unreadable: int  # lines that are no record; the last line of a killed process, which is not whole, is not counted
+    unreadable: int  # broken lines; a killed process's partial last line is not counted
 
 
 def read(path: Path) -> Records:
-    """Return the records of a run's metrics.jsonl, none where there is no such file. Each has a whole number `update`."""
+    """Return the records of a run's metrics.jsonl, none without the file. Each has an integer `update`."""
     found: list[Record] = []
     unreadable = empty = spoilt_bytes = 0
     try:
@@ -86,15 +86,15 @@ OF_TRAINING = {"lr": "learning rate", "samples_per_second": "samples/s"}
 
 
 def history(run_dir: Path | None) -> Any:
-    """The records of a run, a row each: of an update with the loss, of an evaluation with its figures. Epochs count from 1.
+    """The records of a run, a row each: updates with the loss, evaluations with their figures. Epochs count from 1.
 
-    Raises UserError where the run left none, or without pandas.
+    Raises UserError without records, or without pandas.
     """
     return need_pandas("history").json_normalize(list(with_epochs_from_1(_read(run_dir))))
 
 
 def need_pandas(wanted_by: str) -> Any:
-    """Return pandas. Raises UserError where it is not installed."""
+    """Return pandas. Raises UserError if it is not installed."""
     try:
         import pandas
     except ModuleNotFoundError:
@@ -114,7 +114,7 @@ def _read(run_dir: Path | None) -> list[Record]:
 def plot(run_dir: Path | None, metric: str) -> Any:
     """The loss of training and evaluation, the metric, the learning rate and the speed over the updates.
 
-    Raises UserError where the run left no records, or without matplotlib.
+    Raises UserError without records, or without matplotlib.
     """
     try:
         from matplotlib.figure import Figure

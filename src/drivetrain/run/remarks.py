@@ -1,4 +1,4 @@
-"""The remarks on a run's figures, in sentences for its last lines and its page. Figures without a remark have none."""
+"""The remarks on a run's figures, as sentences for its last lines and its page."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from drivetrain.core.options.selection import Figure
 from drivetrain.run.reader import Points
 from drivetrain.run.result import Result
 
-FEWEST = 4  # evaluations that make a curve
-LEARNT = 0.99  # times the first training loss, which one that has learnt is below
-GROWN = 1.05  # times its least value: a loss on other data that has grown so much
-SOLVED = 1e-3  # times the first training loss: what is below has nothing left to lose
-LATE, FELL = 0.25, 0.05  # a loss that fell by this share within the last part of the run, of this length
-WIDE = 0.1  # an interval of a share
+FEWEST = 4  # fewest evaluations for a curve
+LEARNT = 0.99  # times the first training loss: a loss above has hardly learnt
+GROWN = 1.05  # times its least value: a loss on held-out data above this has overfitted
+SOLVED = 1e-3  # times the first training loss: a loss below has nothing left to lose
+LATE, FELL = 0.25, 0.05  # a loss is still improving if it fell by this share within the last part of this length
+WIDE = 0.1  # widest interval of a reliable share
 
 
 def of_curves(train: Points, evaluated: Points, name: str = "loss", kept_best: bool = False) -> Iterator[str]:
-    """Yield where the losses on the training data and on other data part, or whether the latter still falls at the end.
+    """Yield a remark if the losses on training and held-out data diverge, or if the latter still falls at the end.
 
     `kept_best`: the run has kept its best checkpoint.
     """
@@ -49,7 +49,7 @@ def of_curves(train: Points, evaluated: Points, name: str = "loss", kept_best: b
 
 
 def of_test(result: Result, commonest: Mapping[str, float]) -> Iterator[str]:
-    """Yield which accuracies are not above the share of a test set's commonest class, and which have too few samples to tell."""
+    """Yield accuracies that do not exceed the share of a test set's commonest class, and those from too few samples."""
     for name, accuracy in result.tested().items():
         figure, found = Figure.parse(name), result.interval("test", name, accuracy)
         if found is None or figure != Figure("accuracy", set=figure.set):
@@ -57,7 +57,7 @@ def of_test(result: Result, commonest: Mapping[str, float]) -> Iterator[str]:
         low, high = found
         samples = f"{result.shares[name]:,} samples of the test set {figure.set}".rstrip()
         if low <= commonest.get(figure.set, -1):
-            alone = f"{commonest[figure.set]:.4g} that its commonest class alone gives"
+            alone = f"{commonest[figure.set]:.4g} of its commonest class alone"
             yield f"at chance: the accuracy of {accuracy:.4g} on the {samples} is not surely above the {alone}"
         elif high - low > WIDE:
             yield f"few samples: the accuracy of {accuracy:.4g} on the {samples} may be anything from {low:.2f} to {high:.2f}"

@@ -1,4 +1,4 @@
-"""result.json: the outcome of a run. Every run writes one, also one that fails."""
+"""result.json: the outcome of a run. Every run writes one, even a failed run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from drivetrain.core.machine.files import read_json, write_json
 from drivetrain.core.options.selection import Figure
 from drivetrain.core.typed import JsonMapping, JsonObject, fits, is_number, is_table
 
-TOLD = 0.02  # the width from which a figure has its interval beside it
+TOLD = 0.02  # from this width on, a figure is shown with its interval
 
 
 def interval(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share of so many samples (Wilson 1927)."""
+    """The 95 % interval of a share of `count` samples (Wilson 1927)."""
     z = 1.96
     middle, width = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     scale = 1 + z * z / count
@@ -26,25 +26,25 @@ def interval(share: float, count: int) -> tuple[float, float]:
 
 
 def uncertainty(share: float, count: int) -> str:
-    """The range that the interval of a share leaves open, in words; "" where samples are enough, or it is no share of any."""
+    """The interval of a share in words; "" with enough samples, or for a figure that is not a share."""
     low, high = interval(share, count) if count > 0 and 0 <= share <= 1 else (0.0, 0.0)
     return f"({count:,} samples: {low:.2f} to {high:.2f})" if high - low > TOLD else ""
 
 
 @dataclass
 class Result:
-    """A run's outcome. Times in seconds unless the name says otherwise; null where the run did not get that far."""
+    """A run's outcome. Times in seconds unless the name says otherwise; null if the run did not get that far."""
 
     status: str = "failed"  # completed, failed, diverged, interrupted
     error: str | None = None
-    remarks: list[str] = field(default_factory=list)  # what its figures say: exploded, at chance, overfitted, still improving
-    # By set (validation, which selects; test, at the end) and weights: final, best, and averaged where checkpoints were averaged.
+    remarks: list[str] = field(default_factory=list)  # on its figures: exploded, at chance, overfitted, still improving
+    # By set (validation, for selection; test, at the end) and weights: final, best, and averaged if checkpoints were averaged.
     metrics: dict[str, dict[str, JsonObject]] = field(default_factory=lambda: {"test": {}})
-    selection: dict[str, str] | None = None  # the metric that ranks models, and which of two values is better: min or max
-    tables: dict[str, dict[str, JsonObject]] = field(default_factory=dict)  # of the same: name → rows, columns, values
-    stopped: str | None = None  # why the run ended before its last epoch
+    selection: dict[str, str] | None = None  # the metric that ranks models, and its better direction: min or max
+    tables: dict[str, dict[str, JsonObject]] = field(default_factory=dict)  # by set and weights: name → rows, columns, values
+    stopped: str | None = None  # reason for an end before the last epoch
     target: JsonObject | None = None  # reach, and the update, samples, seconds and energy_joules when it was reached, or null
-    batch: JsonObject | None = None  # what batch=critical chose the global batch by
+    batch: JsonObject | None = None  # basis of batch=critical's choice of the global batch
     updates: int = 0
     epochs: float = 0.0
     samples_per_second: float | None = None
@@ -53,14 +53,14 @@ class Result:
     data_wait_fraction: float | None = None
     flops_per_sample: float | None = None  # floating-point operations of the model, forward and backward
     mfu: float | None = None  # model FLOPs utilization
-    mfu_note: str | None = None  # the peak that it is a share of, or why it is null
-    skipped_samples: int | None = None  # that could not be read; null where the data cannot skip
+    mfu_note: str | None = None  # the peak as reference, or why mfu is null
+    skipped_samples: int | None = None  # unreadable samples; null if the data cannot skip
     peak_memory_bytes: int | None = None
-    own_process: bool = False  # its process was started for this run alone: else a CPU's peak of memory includes other work
-    energy_joules: float | None = None  # that the GPUs used while it trained, by their own counters; null without one
-    shares: dict[str, int] = field(default_factory=dict)  # figure that is a share of a test set's samples → how many these are
-    data: JsonObject | None = None  # the fingerprint of the training set: hash, of (what was hashed), samples
-    resumed_at: int | None = None  # the update at which this part of the run began; null where it is the whole run
+    own_process: bool = False  # its process ran this run alone; otherwise a CPU's peak memory includes other work
+    energy_joules: float | None = None  # of the GPUs in training, by their own counters; null without one
+    shares: dict[str, int] = field(default_factory=dict)  # figure that is a share of a test set's samples → number of samples
+    data: JsonObject | None = None  # the fingerprint of the training set: hash, of (the hashed quantity), samples
+    resumed_at: int | None = None  # first update of this part of the run; null for the whole run
     time_to_first_step_s: float | None = None
     compile_s: float | None = None
     wall_s: float = 0.0
@@ -72,7 +72,7 @@ class Result:
     # Not in the file.
     run_dir: Path | None = None  # its directory
     code: int = field(default=FAILED, init=False, repr=False, compare=False)  # the exit code of its process
-    signal: int = field(default=0, init=False, repr=False, compare=False)  # that told this process to stop it
+    signal: int = field(default=0, init=False, repr=False, compare=False)  # signal that stopped the run
 
     def write(self, run_dir: Path) -> None:
         """Write run_dir/result.json atomically."""
@@ -80,7 +80,7 @@ class Result:
 
     @property
     def in_short(self) -> str:
-        """Its error in one line, or else the main remark on its figures, or ""."""
+        """Its error in one line, else the main remark on its figures, else ""."""
         return (self.error or next(iter(self.remarks), "").partition(":")[0]).split("\n")[0]
 
     @property
@@ -90,36 +90,36 @@ class Result:
 
     @property
     def judged_by(self) -> str:
-        """The set that this run is judged by: validation, or test where it has no other."""
+        """The set that judges this run: validation, or test without one."""
         return "validation" if "validation" in self.metrics else "test"
 
     def judged(self, evaluation: str = "final") -> JsonObject:
-        """Return the figures that this run is judged by: final, best or averaged; {} where there are none."""
+        """Return the figures that judge this run: final, best or averaged; {} without any."""
         return self.metrics.get(self.judged_by, {}).get(evaluation, {})
 
     @property
     def loss(self) -> float | None:
-        """The loss at the end on the set that models are selected by, of several the one that has the metric."""
+        """The final loss on the selection set; among several sets, on the one with the metric."""
         of_set = Figure.parse((self.selection or {}).get("metric", "")).set
         return self.judged().get(str(Figure("loss", set=of_set)))
 
     def tested(self, evaluation: str = "final") -> JsonObject:
-        """Return the figures of the test set, to report and never to select by; {} where there are none."""
+        """Return the figures of the test set, for reports, never for selection; {} without any."""
         return self.metrics.get("test", {}).get(evaluation, {})
 
     def interval(self, of_set: str, name: str, value: float) -> tuple[float, float] | None:
-        """The 95 % interval of a figure that is a share of a test set's samples; None: it is none."""
+        """The 95 % interval of a figure that is a share of a test set's samples; None for other figures."""
         count = self.shares.get(name, 0) if of_set == "test" else 0
         return interval(value, count) if count > 0 and is_number(value) and 0 <= value <= 1 else None
 
     def uncertainty(self, of_set: str, name: str, value: float) -> str:
-        """The range that `interval` leaves open, in words; "" where the test set is large enough."""
+        """The range of `interval` in words; "" if the test set is large enough."""
         return uncertainty(value, self.shares[name]) if self.interval(of_set, name, value) else ""
 
     def note_on_best(self, of_set: str, name: str, number: Callable[[float], str] = "{:.4g}".format) -> str:
-        """The note on what the best evaluation adds to a figure's final value; "" where it adds nothing.
+        """The best evaluation's value next to a figure's final one; "" if it adds nothing.
 
-        The best one is where the metric that selects was best, on the set that selects. `number` writes a value.
+        The best evaluation has the best ranking metric on the selection set. `number` writes a value.
         """
         best = self.metrics[of_set].get("best", {})
         selects = of_set == self.judged_by and (self.selection is None or self.selection["metric"] == name)
@@ -130,7 +130,7 @@ class Result:
         return f"(best {number(best[name])}{self.when(best)})" if selects else f"({number(best[name])} at the best epoch)"
 
     def when(self, figures: JsonMapping) -> str:
-        """The time of an evaluation, in words: the epoch, where the run's epochs are of one length, and else the update."""
+        """The time of an evaluation in words: the epoch if all epochs have one length, else the update."""
         update = figures.get("update")
         if update is None or not self.updates:
             return ""
@@ -145,7 +145,7 @@ class Result:
 
     @property
     def time_to_target(self) -> str:
-        """The time when the run reached its target, in words; "" where it had none."""
+        """The time when the run reached its target, in words; "" without a target."""
         found = self.target or {}
         if (update := found.get("update")) is None:
             return f"{found['reach']} was not reached" if "reach" in found else ""
@@ -153,7 +153,7 @@ class Result:
 
     @property
     def history(self) -> Any:
-        """The measurements made while the run trained, as a pandas DataFrame: a row for each record of metrics.jsonl."""
+        """The measurements during training as a pandas DataFrame: a row for each record of metrics.jsonl."""
         from drivetrain.run import records
 
         return records.history(self.run_dir)
@@ -165,7 +165,7 @@ class Result:
         return records.plot(self.run_dir, (self.selection or {}).get("metric", "accuracy"))
 
     def rows(self, number: Callable[[float], str] = "{:.4g}".format, noted: bool = False) -> list[tuple[str, str]]:
-        """The facts of the result as (name, words), without its remarks where they are `noted` elsewhere."""
+        """The facts of the result as (name, words), without remarks if these are `noted` elsewhere."""
         rate, step, tail, waits = self.samples_per_second, self.step_ms_p50, self.step_ms_p95, self.data_wait_fraction
         page = self.run_dir / "report.html" if self.run_dir is not None else None
         unknown = "" if self.trained_nothing else "–"
@@ -198,7 +198,7 @@ class Result:
         return [(name, words) for name, words in found if words]
 
     def _length(self) -> str:
-        """The updates and epochs of a run, and the seconds that they took, or those of a resumed run's last part."""
+        """The updates and epochs of a run with their seconds, or those of a resumed run's last part."""
         said = f"{self.updates:,} in {self.passes}"
         if self.trained_nothing:
             return f"{said}: nothing was left to train; resume it with a larger epochs=… (or updates=…) to go on"
@@ -215,7 +215,7 @@ class Result:
 
     @classmethod
     def read(cls, run_dir: Path) -> Result | None:
-        """The result in a run's directory; None where there is none, or none that this program could have written."""
+        """The result in a run's directory; None without one, or for one that this program cannot have written."""
         try:
             result = cls(**read_json(run_dir / "result.json"), run_dir=run_dir)
         except (OSError, ValueError, TypeError, RecursionError):
@@ -224,7 +224,7 @@ class Result:
         return result if result._fits() else None
 
     def _fits(self) -> bool:
-        """True if every field has the type that this program writes. A table that is none is left out."""
+        """True if every field has this program's type. Malformed tables are left out."""
         kinds = get_type_hints(Result)
         if not all(fits(getattr(self, field.name), kinds[field.name]) for field in fields(self)):
             return False
@@ -237,7 +237,7 @@ class Result:
 
 
 def _is_time_to_target(target: dict[str, object]) -> bool:
-    """True if it is what a run writes of its target."""
+    """True for a run's record of its target."""
     kind = float if target.get("update") is not None else None
     return isinstance(target.get("reach"), str) and all(
         value is None if kind is None else fits(value, kind) for value in map(target.get, ("update", "samples", "seconds"))

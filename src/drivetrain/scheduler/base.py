@@ -24,8 +24,8 @@ class Scheduler(Option, groups.Scheduler):
     effect: ClassVar[Effect] = "changes"
     changes = "the learning rate over the run"
     lengths: tuple[str, ...] = ("warmup",)  # the arguments that are lengths, or lists of them
-    _final_decay: float | None = None  # the weight decay at the end of the run, as a part of that at its start
-    plot_note = ""  # printed below a plot of the schedule: what the plot cannot show
+    _final_decay: float | None = None  # the final weight decay as a share of the initial one
+    plot_note = ""  # text below a plot of the schedule, for what a plot cannot show
 
     @property
     def constant(self) -> bool:
@@ -38,7 +38,7 @@ class Scheduler(Option, groups.Scheduler):
     def validate(self, run: RunSpec) -> Iterator[str]:
         wrong = [problem for setting in self.lengths for problem in self._unreadable(setting)]
         yield from wrong
-        # A debugging run is cut short on purpose, so that it may be shorter than its schedule.
+        # A debugging run is cut short on purpose, so it may be shorter than its schedule.
         if not wrong and run.debug.updates is None and (horizon := run_horizon(run)) is not None:
             yield from self.horizon_problems(horizon)
 
@@ -52,11 +52,11 @@ class Scheduler(Option, groups.Scheduler):
             yield from length_problem(f"scheduler.{setting}", length)
 
     def horizon_problems(self, horizon: Horizon) -> Iterator[str]:
-        """Lengths that are not possible in a run of this horizon: one line each."""
+        """Impossible lengths for a run of this horizon: one line each."""
         return iter(())
 
     def horizon_advice(self, horizon: Horizon, run: RunSpec) -> Iterator[str]:
-        """Lengths that are possible in a run of this horizon, but probably not intended: one line each."""
+        """Possible but probably unintended lengths for a run of this horizon: one line each."""
         if round(horizon.in_updates(self.warmup)) >= horizon.updates:
             yield f"{beside_run('warmup', self.warmup, horizon)}: the learning rate never reaches optimizer.lr"
 
@@ -95,7 +95,7 @@ class Scheduler(Option, groups.Scheduler):
         return self.factor_after_warmup(update - self._warmup)
 
     def factor_after_warmup(self, since: int) -> float:
-        """`lr_factor` for the update that is `since` updates after the end of the warm-up."""
+        """`lr_factor` for the update `since` updates after the end of the warm-up."""
         return 1.0
 
     def momentum_at(self, update: int) -> float | None:
@@ -106,7 +106,7 @@ class Scheduler(Option, groups.Scheduler):
         """Receive the metrics of an evaluation, which are the same on every rank."""
 
     def state_dict(self) -> StateDict:
-        """State that does not follow from the update number, for a resumed run."""
+        """State beyond the update number, for a resumed run."""
         return {}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -137,7 +137,7 @@ def late_end_advice(length: Length | None, horizon: Horizon) -> Iterator[str]:
 
 
 def set_group_value(group: StateDict, key: str, value: float) -> None:
-    """Set a number in a parameter group. A tensor is filled in place, since a recorded graph may read it."""
+    """Set a number in a parameter group. A tensor is filled in place, because a recorded graph may read it."""
     if isinstance(group[key], torch.Tensor):
         group[key].fill_(value)
     else:

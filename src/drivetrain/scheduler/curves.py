@@ -24,7 +24,7 @@ from drivetrain.scheduler.base import (
     zero_length_problem,
 )
 
-MAX_LOG = 500.0  # of a product of factors that a float can hold
+MAX_LOG = 500.0  # limit of a product of factors in a float
 
 
 class Decay(Scheduler):

@@ -75,7 +75,7 @@ class MomentumCycling(Scheduler):
 
 
 class _Phase(NamedTuple):
-    """A part of 1cycle. It begins where the one before ends."""
+    """A part of 1cycle. It begins at the end of the part before."""
 
     end: float  # its last update
     lr: tuple[float, float]  # lr_factor at its bounds
@@ -135,7 +135,7 @@ class OneCycle(MomentumCycling):
         return self._between(*phase.momentum_drop, t)
 
     def _phase(self, update: int) -> tuple[_Phase, float]:
-        """The phase that an update is in, and the share of the phase that has passed, 0 to 1."""
+        """The phase of an update, and the completed share of the phase, 0 to 1."""
         begin = 0.0
         for phase in self._phases:
             if update <= phase.end:

@@ -16,13 +16,13 @@ from drivetrain.core.step.trees import Tree
 class Edit(Option, groups.Surgery):
     """One model edit. There is no option `none`: surgery=[] turns the group off."""
 
-    why_fixed: ClassVar[str] = "the weights go on into the next stage, so that the architecture stays"
+    why_fixed: ClassVar[str] = "the weights continue in the next stage, so the architecture stays"
 
     def apply(self, model: torch.nn.Module, example: Tree) -> str:
         """Edit the model in place and return one line that describes the change.
 
         `example` is what training calls the model with for two samples; `trees.call(model, example)` runs it on them. A line
-        that starts with "0 " means that nothing was found to change.
+        that starts with "0 " means that nothing was changed.
         """
         raise self.unwritten("apply")
 
@@ -33,7 +33,7 @@ def apply_all(edits: list[Edit], model: torch.nn.Module, example: Tree) -> list[
     for edit in edits:
         line = edit.apply(model, example)
         if line.startswith("0 "):
-            name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(edit).__name__).lower()  # as the user types it: fused_norm of FusedNorm
+            name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(edit).__name__).lower()  # as typed by the user: fused_norm for FusedNorm
             raise UserError(f"surgery={name} has no effect on this model ({line}): leave it out")
         lines.append(line)
     return lines
@@ -43,7 +43,7 @@ class ChannelsLast(Edit):
     """Put weights and images in NHWC order, which convolution kernels read faster; transformers gain nothing."""
 
     effect = "close"
-    changes = "kernels for another layout round otherwise"
+    changes = "kernels for another layout round differently"
     memory_format = "channels_last"
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""surgery=[fused_norm]: norms that a model writes out in several operations become torch's single kernel."""
+"""surgery=[fused_norm]: norms written out in several operations become torch's single kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.core.step.modules import put_in_place, taken_over
 from drivetrain.core.step.trees import Tree
 from drivetrain.surgery.base import Edit
 
-# The names that such modules give to their parameters and to their epsilon.
+# The names of parameters and epsilon in such modules.
 WEIGHTS = ("weight", "scale", "gamma", "g")
 BIASES = ("bias", "shift", "beta", "b")
 EPSILONS = ("eps", "epsilon", "variance_epsilon", "variance_eps")
@@ -21,15 +21,15 @@ KERNELS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"
 
 
 class FusedNorm(Edit):
-    """Replace norms that the model writes out in several operations by torch's kernel: LayerNorm, and on CUDA RMSNorm.
+    """Replace norms written out in several operations by torch's kernel: LayerNorm, and on CUDA RMSNorm.
 
     A norm is recognised by its parameters' names and then compared with the kernel on random input before it is replaced.
-    Norms that call a kernel of torch already, as those of torch.nn and timm do, are left as they are. torch has no kernel
+    Norms that already call a kernel of torch, such as those of torch.nn and timm, stay unchanged. torch has no kernel
     for a norm with its activation (compile=inductor fuses those), and none for RMSNorm on a CPU.
     """
 
     effect = "close"
-    changes = "one kernel of a norm rounds otherwise than several"
+    changes = "one kernel of a norm rounds differently than several"
     needs_real_tensors = "a norm is recognised by what it computes"
 
     def apply(self, model: torch.nn.Module, example: Tree) -> str:
@@ -55,13 +55,13 @@ class FusedNorm(Edit):
 
 
 class NormKernel(NamedTuple):
-    """One norm as torch's kernel computes it."""
+    """One norm in terms of torch's kernel."""
 
     kernel: str  # layer_norm or rms_norm, of torch.nn.functional
     weight: str  # the parameters' names in the module
     bias: str | None
     eps: float
-    dimension: int = -1  # the one that is normalised; 1: the channels of images
+    dimension: int = -1  # the normalised dimension; 1: the channels of images
     offset: float = 0.0  # added to the weight: 1 in Gemma's RMSNorm, which keeps it around 0
 
     def __call__(self, module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -77,10 +77,10 @@ class NormKernel(NamedTuple):
 
 
 def recognise(module: torch.nn.Module) -> NormKernel | None:
-    """The norm that the module computes, if it is one written out by hand.
+    """The norm computed by the module, if it is written out by hand.
 
     It must have no submodules, buffers or parameters but a weight and perhaps a bias, of shape (n,), and an epsilon, under
-    the usual names; and it must compute what torch's kernel computes. A module that calls a kernel itself is no such norm.
+    the usual names; and it must agree with torch's kernel. A module that calls a kernel itself does not count.
     """
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     weight, bias = (next((name for name in known if name in parameters), None) for known in (WEIGHTS, BIASES))
@@ -101,7 +101,7 @@ def _agrees(module: torch.nn.Module, norm: NormKernel) -> bool:
     """True if the module and the kernel agree on random input, in training and in evaluation.
 
     The rows of the input are of two sizes: in the smaller ones the epsilon weighs as much as the variance, so that a wrong
-    one shows. Computed in float64, compared to single precision, since some modules compute in float32 whatever they get.
+    one shows. Computed in float64, compared to single precision, because some modules always compute in float32.
     """
     twin = copy.deepcopy(module).cpu().double()
     generator = torch.Generator().manual_seed(0)
@@ -115,7 +115,7 @@ def _agrees(module: torch.nn.Module, norm: NormKernel) -> bool:
         for training in (True, False):
             try:
                 out, kernels = _called(twin.train(training), x)
-            except Exception:  # it wants another kind of input than one tensor of this shape
+            except Exception:  # it takes other inputs than one tensor of this shape
                 return False
             if kernels or not isinstance(out, torch.Tensor) or out.shape != x.shape:
                 return False
@@ -125,7 +125,7 @@ def _agrees(module: torch.nn.Module, norm: NormKernel) -> bool:
 
 
 def _called(module: torch.nn.Module, x: torch.Tensor) -> tuple[object, set[str]]:
-    """The module's output on a copy of x, and the kernels for norms that it calls."""
+    """The module's output on a copy of x, and its calls of norm kernels."""
     from torch.overrides import TorchFunctionMode
 
     names: set[str] = set()
@@ -143,6 +143,6 @@ def _called(module: torch.nn.Module, x: torch.Tensor) -> tuple[object, set[str]]
 
 
 def fused_form(module: torch.nn.Module, norm: NormKernel) -> torch.nn.Module:
-    """Return the module as one of a class of the same name that computes its norm by the kernel."""
+    """Return the module with a class of the same name that computes the norm by the kernel."""
     cls = type(module)
     return taken_over(module, type(cls.__name__, (cls,), {"forward": lambda self, x: norm(self, x), "__doc__": cls.__doc__}))

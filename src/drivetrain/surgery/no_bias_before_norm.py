@@ -1,7 +1,6 @@
 """surgery=[no_bias_before_norm]: remove biases that a BatchNorm subtracts again.
 
-They are found by running a batch through the model and recording every operation on it, so that neither module names nor
-module order matter.
+A batch runs through the model with every operation recorded, so neither module names nor module order matter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""surgery=[sync_bn]: BatchNorm statistics over the samples of all ranks, and a warning where they are not."""
+"""surgery=[sync_bn]: BatchNorm statistics over the samples of all ranks, and a warning about partial statistics."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from drivetrain.surgery.no_bias_before_norm import NoBiasBeforeNorm
 class SyncBn(Edit):
     """Compute BatchNorm statistics over the samples of all ranks, as one process with the whole batch does.
 
-    On CUDA a norm becomes torch.nn.SyncBatchNorm. On a CPU, where that does not run, it becomes the same in plain operations.
+    On CUDA a norm becomes torch.nn.SyncBatchNorm. On a CPU, where that does not run, plain operations do the same.
     """
 
     effect = "changes"
-    changes = "BatchNorm takes its statistics of all ranks' samples"
+    changes = "BatchNorm takes its statistics from all ranks' samples"
     ranks_meet_in_forward = True
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -52,7 +52,7 @@ class SyncBn(Edit):
         norms = _batch_norms(model)
         ranks = torch.distributed.get_world_size() if norms and torch.distributed.is_initialized() else 1
         if norms and ranks == 1:
-            return f"BatchNorms left as they are: one process sees the whole batch (sync_bn, {len(norms)} of them)"
+            return f"BatchNorms unchanged: one process sees the whole batch (sync_bn, {len(norms)} of them)"
         from drivetrain.surgery.rank_norms import synchronised
 
         new = {norm: synchronised(norm, by_torch=next(model.parameters()).device.type != "cpu") for norm in norms}
@@ -67,7 +67,7 @@ class SyncBn(Edit):
 
 
 def partial_statistics(model: torch.nn.Module, samples: int, update_samples: int, ranks: int) -> list[str]:
-    """A one-line warning where BatchNorms see only `samples` of an update's `update_samples` at once; else nothing.
+    """A one-line warning if BatchNorms see only `samples` of an update's `update_samples` at once; else nothing.
 
     Such a run differs from one that computes the statistics of the whole batch.
     """

@@ -1,1 +1,1 @@
-"""`-m`: sweeps and searches. Every job is a run of its own, in a process and a folder of its own."""
+"""`-m`: sweeps and searches. Every job is a separate run with its own process and folder."""

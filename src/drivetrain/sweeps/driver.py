@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TAIL = 4096  # bytes at the end of a metrics.jsonl that hold its last records
-RESERVED_LINES = 8  # of the screen, beside the table
+TAIL = 4096  # bytes at the end of a metrics.jsonl with its last records
+RESERVED_LINES = 8  # lines of the screen besides the table
 
 
 def progress(entry: StoredJob) -> tuple[JsonObject, int | None]:
-    """A job's last training record ({} before the first), and the number of its updates, None until it is built."""
+    """A job's last training record ({} before the first) and its number of updates (None until it is built)."""
     try:
         length = int(files.read_text(entry.run_dir / LENGTH))
     except (OSError, ValueError):
@@ -63,19 +63,19 @@ def _tail(path: Path) -> bytes:
 
 
 def share(entry: StoredJob) -> float:
-    """The share of its updates that a job has made."""
+    """The completed share of a job's updates."""
     record, length = progress(entry)
     return min(1.0, record["update"] / length) if record and length else 0.0
 
 
 class Display:
-    """Shows how far the jobs are: with `live` in a table that is redrawn in place, else by a line when a job begins or ends."""
+    """Shows the progress of jobs: if `live`, in a table redrawn in place, else by a line at each job's start and end."""
 
     def __init__(self, total: int, live: Live | None = None, jobs_print: bool = False) -> None:
         self.total, self._live = total, live
         self._jobs_print = jobs_print  # the jobs' own output appears between the lines
         self._done = 0  # jobs
-        self._work = 0.0  # in jobs: what was done since this process began
+        self._work = 0.0  # in jobs, since this process began
         self._clock = time.monotonic()
 
     def keep(self, entries: Sequence[StoredJob]) -> None:
@@ -85,13 +85,13 @@ class Display:
             echo(f"{len(entries)} of {self.total} jobs are done already")
 
     def begin(self, entry: StoredJob) -> None:
-        """A job begins, or was found running."""
+        """Note that a job begins, or was found running."""
         entry.began, entry.before = time.monotonic(), share(entry)
         if self._jobs_print:
             echo(f"\n{self._name(entry)}")
 
     def end(self, entry: StoredJob, running: Sequence[StoredJob]) -> None:
-        """A job has ended; `running` are those that still run."""
+        """Note that a job has ended; `running` are the others."""
         self._done += 1
         self._work += 1 - entry.before if entry.began else 0
         if self._live is not None or entry.result is None:
@@ -124,7 +124,7 @@ class Display:
     def table(
         self, entries: Sequence[StoredJob], running: Sequence[StoredJob], max_rows: int, room: int | None = None
     ) -> RichTable:
-        """The table, of at most `max_rows` jobs: all of them where they fit, else those that run."""
+        """The table of at most `max_rows` jobs: all of them if they fit, else the running ones."""
         counts = Counter(e.result.status for e in entries if e.result)
         counted = "".join(f" · {n} {status}" for status, n in counts.items() if status != "completed")
         title = f"{self._done} of {self.total} done{counted}{self._left(running, ' · ')}"
@@ -133,7 +133,7 @@ class Display:
         rows = [row(e, e in running) for e in (entries if len(entries) <= max_rows else running[:max_rows])]
         fitting, _ = sheet.Table(header, rows, spare=("samples/s", "time")).fitting(room)
         for name in fitting.header:
-            table.add_column(name, overflow="ellipsis", no_wrap=name != "overrides")  # which gives way first, in one line
+            table.add_column(name, overflow="ellipsis", no_wrap=name != "overrides")  # shortened first, in one line
         for cells in fitting.texts():
             table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells))
         return table
@@ -187,14 +187,14 @@ def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool =
         logger.warning("resume=auto: there is no unfinished sweep with these overrides: a new one starts")
     path = named or directory.new(root, "multirun")
     refuse(directory.cannot_take(path, "hydra.sweep.dir", "-m resume"))
-    if path.is_dir() and any(path.iterdir()):  # a job clears its folder, which could be one of these
-        raise UserError(f"hydra.sweep.dir={path} is not empty: a sweep needs a folder of its own")
+    if path.is_dir() and any(path.iterdir()):  # a job clears its folder, and that could be one of these
+        raise UserError(f"hydra.sweep.dir={path} is not empty: a sweep needs its own folder")
     directory.make(path, exist_ok=named is not None)
     try:
         return _run_in(path, plan, quiet)
     except UserError:
         if not any(path.rglob("result.json")):
-            directory.remove(path)  # no job was started
+            directory.remove(path)  # no job started
         raise
 
 
@@ -205,7 +205,7 @@ def _resume(path: Path, given: Sequence[str], quiet: bool) -> tuple[Path, int]:
     add_import_paths(dirs)
     plan = _plan(overrides, dirs)
     if isinstance(plan.source, Grid) and [j.overrides for j in plan.source.jobs] != [j["overrides"] for j in content["jobs"]]:
-        raise UserError(f"-m resume={path}: its overrides make other jobs now: the grid of its recipe has changed")
+        raise UserError(f"-m resume={path}: its overrides now give other jobs, because the grid of its recipe has changed")
     return _run_in(path, plan, quiet)
 
 
@@ -218,7 +218,7 @@ def _plan(overrides: list[str], config_dirs: list[str]) -> SweepPlan:
         settings, _ = split(overrides)
     with collecting(problems):
         if settings is not None and isinstance(settings.sweeper, Optuna):
-            from drivetrain.sweeps.optuna import Search  # a package that may be missing
+            from drivetrain.sweeps.optuna import Search  # optuna may be missing
 
             source = Search(settings.sweeper, own, config_dirs)
         elif settings is not None or not any(o.startswith("hydra/sweeper=") for o in overrides):
@@ -244,8 +244,8 @@ def _run_in(path: Path, plan: SweepPlan, quiet: bool) -> tuple[Path, int]:
     with directory.locked(path):
         sweep = Sweep(path, plan.overrides, plan.config_dirs, plan.settings.hydra)
         source.begin(sweep)
-        # In a terminal one table is shown, and the jobs' own output goes to their folders. The table is redrawn by refresh()
-        # alone, and without redirected streams, which the forked jobs would inherit.
+        # In a terminal one table is shown, and the jobs' output goes to their folders. Only refresh() redraws the table,
+        # and streams are not redirected, because the forked jobs would inherit that.
         live = Live(console=output.console(), auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
         table = live if terminal.is_live() else None
         launcher = _launcher(plan.settings, sweep, source.total, quiet, table is not None)
@@ -295,7 +295,7 @@ def _launcher(settings: SweepSettings, sweep: Sweep, jobs: int, quiet: bool, cap
 def _run_jobs(
     source: Grid | Search, sweep: Sweep, launcher: Launcher, display: Display, signals: SignalForwarder
 ) -> list[StoredJob]:
-    """Start jobs as slots get free, until all have ended; return those that run on without this process."""
+    """Start jobs as slots become free, until all have ended; return those that outlive this process."""
     running: list[StoredJob] = []
     while True:
         asked = source.ask(launcher.slots - len(running)) if not signals.raised else []

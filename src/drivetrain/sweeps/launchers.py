@@ -1,7 +1,7 @@
 """Runs jobs on this machine, each in a process forked from this one.
 
-Forking has three advantages over a pool such as joblib's: torch is imported once instead of by each job, jobs share no
-state, and one that is killed does not affect the others. A process that forks must not have used CUDA.
+Forking has three advantages over a pool such as joblib's: torch is imported only once, jobs share no state, and a killed
+job does not affect the others. A process that forks must not have used CUDA.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OUTPUT = "output.txt"  # file in a job's folder: its output, where it is not shown
+OUTPUT = "output.txt"  # file in a job's folder: its output, if not shown
 
 
 class Launcher:
     """Starts jobs and returns those that have ended. The base class waits for jobs that another process runs."""
 
-    detached = False  # whether its jobs run on without this process
+    detached = False  # True if its jobs run on without this process
 
     def __init__(self, slots: int) -> None:
         self.slots = slots  # jobs at a time
-        self._running: dict[Any, StoredJob] = {}  # own jobs, each by what it is waited for with
+        self._running: dict[Any, StoredJob] = {}  # own jobs by the handle to wait for
         self._elsewhere: list[StoredJob] = []
 
     def attach(self, entry: StoredJob) -> bool:
-        """True if another process runs the job already: then this one waits for it, and must not start it again."""
+        """True if another process already runs the job: then this one waits for it instead of starting it again."""
         if directory.is_locked(entry.run_dir):
             self._elsewhere.append(entry)
             return True
@@ -66,7 +66,7 @@ class Launcher:
         raise NotImplementedError
 
     def wait(self, seconds: float, stopped: bool = False) -> list[StoredJob]:
-        """The jobs that have ended, with their results; none after so many seconds. `stopped`: they were asked to stop."""
+        """The ended jobs with their results, none after a timeout in seconds. `stopped`: they were asked to stop."""
         ended = [e for e in self._elsewhere if not directory.is_locked(e.run_dir)]
         for entry in ended:
             self._elsewhere.remove(entry)
@@ -77,7 +77,7 @@ class Launcher:
         return ended
 
     def ended(self, seconds: float) -> Iterator[tuple[StoredJob, int | None, str]]:
-        """Yield own jobs that have ended, their exit codes where known, and what to say where they left no result."""
+        """Yield own ended jobs, their exit codes if known, and the message in case they left no result."""
         raise NotImplementedError
 
     def signal(self, number: int) -> None:
@@ -90,17 +90,17 @@ class Forked(Launcher):
     def __init__(self, slots: int = 1, quiet: bool = False, captured: bool = False) -> None:
         super().__init__(slots)
         self.quiet, self.captured = quiet, captured or slots > 1
-        self._told = 0  # the signal that the jobs got
+        self._told = 0  # the signal sent to the jobs
 
     def start(self, entries: Sequence[StoredJob]) -> None:
         for entry in entries:
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until it is known which process has the job
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the job's process is known
             try:
                 slot = min({*range(self.slots)} - {child.slot for child in self._running})
                 new: Any = ForkedProcess(target=self._child, args=(entry, slot), parents_end=signal.SIGTERM)  # so it saves
                 new.start()
                 new.slot, self._running[new] = slot, entry
-                if self._told:  # the signal came after it was asked whether there was one
+                if self._told:  # the signal came after the check
                     os.kill(new.pid, self._told)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -139,10 +139,10 @@ def capture(entry: StoredJob) -> None:
 
 
 def own_device(entry: StoredJob, slot: int) -> dict[str, str]:
-    """The environment that gives a job of one device the device of its slot, in rotation; {} for other jobs."""
+    """The environment for a job of one device: the device of its slot, in rotation; {} for other jobs."""
     found = accelerators.find()
     variable = "ZE_AFFINITY_MASK" if found.type == "xpu" else "CUDA_VISIBLE_DEVICES"
-    if found.rocm and "HIP_VISIBLE_DEVICES" in os.environ:  # which ROCm prefers to the other
+    if found.rocm and "HIP_VISIBLE_DEVICES" in os.environ:  # ROCm prefers it to the other
         variable = "HIP_VISIBLE_DEVICES"
     visible = os.environ.get(variable)
     devices = [str(n) for n in range(accelerators.device_count())] if visible is None else visible.split(",")
@@ -153,7 +153,7 @@ def own_device(entry: StoredJob, slot: int) -> dict[str, str]:
 
 
 def run_job(entry: StoredJob, quiet: bool) -> int:
-    """Run a job in this process, which runs nothing else; return its exit code."""
+    """Run a job in this dedicated process; return its exit code."""
     process.restart_clock()
     try:
         job = entry.composed()
@@ -162,7 +162,7 @@ def run_job(entry: StoredJob, quiet: bool) -> int:
     except UserError as error:
         for problem in error.problems:
             logger.error(problem)
-        if not directory.is_locked(entry.run_dir):  # else another process writes there
+        if not directory.is_locked(entry.run_dir):  # otherwise another process writes there
             Result(error=str(error), overrides=entry.job.overrides).write(entry.run_dir)
         return BAD_CONFIG
     if result.error:
@@ -177,7 +177,7 @@ def _write_length(trainer: Trainer) -> None:
 
 
 def run_one(job: SweepJob, run_dir: Path, signals: SignalForwarder, quiet: bool) -> Result:
-    """Run one job in a process of its own; return its result, which it has even if it was killed."""
+    """Run one job in a new process; return its result, which exists even if it was killed."""
     entry, launcher = StoredJob(0, job, run_dir), Forked(quiet=quiet)
     with signals.to(launcher.signal):
         launcher.start(launcher.new([entry]))
@@ -194,7 +194,7 @@ SLURM_KEYS = ("partition", "account", "qos", "constraint", "array_parallelism", 
 
 @dataclass
 class SubmittedJob:
-    """The task that is submitted: one job of a sweep by its number, which is composed where it runs."""
+    """The submitted task: one job of a sweep by its number, composed on the machine that runs it."""
 
     sweep: Path
     number: int
@@ -220,7 +220,7 @@ class SubmittedJob:
 
 
 class Submitit(Launcher):
-    """Submits jobs and waits for them. Jobs in Slurm run on when this process ends; local ones end with it."""
+    """Submits jobs and waits for them. Jobs in Slurm outlive this process; local ones end with it."""
 
     def __init__(
         self, option: SubmititLocal | SubmititSlurm, sweep: Path, jobs: int, quiet: bool = False, name: str = "drivetrain"
@@ -247,7 +247,7 @@ class Submitit(Launcher):
             return
         environment = self._environment()
         tasks = [SubmittedJob(self._sweep.absolute(), entry.number, self._quiet, environment) for entry in entries]
-        # A terminal's Ctrl-C also reaches submitit's local controllers, which would kill a job that is saving.
+        # A terminal's Ctrl-C also reaches submitit's local controllers, which would kill a job while it saves.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             with self._executor.batch():
@@ -273,7 +273,7 @@ class Submitit(Launcher):
                 job._process.terminate()  # its controller forwards the signal, and waits until the job has saved
 
     def _environment(self) -> dict[str, str | None]:
-        """The variables that the jobs need: their number at a time, and the devices, all of which submitit's executor hides."""
+        """The jobs' variables: their number at a time, and the devices, because submitit's executor hides all devices."""
         if self.detached:
             return {}
         visible = (
@@ -290,13 +290,13 @@ class OnRay(Launcher):
 
         super().__init__(jobs)  # the cluster queues them
         self._ray, self._sweep, self._quiet = ray, sweep.absolute(), quiet
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would tell its makers
-        path = {"env_vars": {"PYTHONPATH": process.import_path()}}  # for a checkout that is not installed
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers
+        path = {"env_vars": {"PYTHONPATH": process.import_path()}}  # for an uninstalled checkout
         try:
             ray.init(address=option.address or "local", runtime_env=path, log_to_driver=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(
-                f"hydra.launcher.address={option.address}: no Ray cluster is reached there: {_last_line(error)}"
+                f"hydra.launcher.address={option.address}: no Ray cluster answers there: {_last_line(error)}"
             ) from None
         task = ray.remote(num_cpus=option.num_cpus, num_gpus=option.num_gpus, max_calls=1, max_retries=0)
         self._task = task(_on_ray)
@@ -322,7 +322,7 @@ class OnRay(Launcher):
 
 
 def _on_ray(sweep: Path, number: int, quiet: bool, folder: Path) -> int:
-    """Run one job of a sweep in a process of Ray's, in the folder that the sweep was started in; return its exit code."""
+    """Run one job of a sweep in a process of Ray's, in the sweep's working directory; return its exit code."""
     os.chdir(folder)
     entry = one_job(sweep, number)
     capture(entry)
@@ -333,7 +333,7 @@ def executor(option: SubmititLocal | SubmititSlurm, place: Path, name: str) -> A
     """Return submitit's executor, which keeps its files below a folder."""
     import submitit
 
-    os.environ["PYTHONPATH"] = process.import_path()  # for jobs of a checkout that is not installed
+    os.environ["PYTHONPATH"] = process.import_path()  # for jobs of an uninstalled checkout
     cluster = "slurm" if isinstance(option, SubmititSlurm) else "local"
     made = submitit.AutoExecutor(place.absolute() / "submitit" / "%j", cluster=cluster)
     made.update_parameters(name=name, **_parameters(option))
@@ -341,7 +341,7 @@ def executor(option: SubmititLocal | SubmititSlurm, place: Path, name: str) -> A
 
 
 def _parameters(option: SubmititLocal | SubmititSlurm) -> JsonObject:
-    """The keys as submitit's AutoExecutor names them."""
+    """The keys under the names of submitit's AutoExecutor."""
     if isinstance(option, SubmititLocal):
         given = {k: v for k, v in asdict(option).items() if k not in ("array_parallelism", "setup")}
         return {**given, "local_setup": option.setup}

@@ -1,4 +1,4 @@
-"""The options of hydra/launcher and hydra/sweeper, which say how a sweep runs, as in Hydra's own config."""
+"""The options of hydra/launcher and hydra/sweeper for the way a sweep runs, as in Hydra's own config."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class SubmititSlurm(Basic):
 
 @dataclass
 class Ray(Basic):
-    """Each job as a task of a Ray cluster, which queues those that find no place. All machines see the sweep's folder."""
+    """Each job as a task of a Ray cluster, which queues them. All machines see the sweep's folder."""
 
-    address: str | None = None  # of a cluster, or auto: the one that runs here; null: one on this machine, for this sweep alone
-    num_cpus: Positive | Count = 1  # that a job takes
+    address: str | None = None  # of a cluster; auto: the running one; null: a local cluster for this sweep alone
+    num_cpus: Positive | Count = 1  # resources per job
     num_gpus: Positive | CountOrZero = 0
 
 
@@ -81,7 +81,7 @@ OPTIONS: dict[str, dict[str, type[Basic]]] = {
     "launcher": {"basic": Basic, "joblib": Joblib, "submitit_local": SubmititLocal, "submitit_slurm": SubmititSlurm, "ray": Ray},
     "sweeper": {"basic": Basic, "optuna": Optuna},
 }
-PACKAGES: dict[type[Basic], tuple[str, str]] = {  # and the extra that installs it
+PACKAGES: dict[type[Basic], tuple[str, str]] = {  # and its extra for pip
     SubmititLocal: ("submitit", "slurm"), SubmititSlurm: ("submitit", "slurm"), Ray: ("ray", "ray"), Optuna: ("optuna", "optuna"),
 }  # fmt: skip
 
@@ -96,14 +96,14 @@ class SweepSettings:
 
 
 def is_launch_setting(override: str) -> bool:
-    """True if an override changes how a sweep runs but not its jobs, so that it may change when the sweep is resumed."""
+    """True if an override changes only the way a sweep runs, not its jobs, so that a resume may change it."""
     return key_of(override).startswith(("hydra/launcher", "hydra.launcher.")) or key_of(override) == "hydra.sweeper.n_trials"
 
 
 def split(overrides: Sequence[str], check: bool = True) -> tuple[SweepSettings, list[str]]:
     """Split off Hydra's settings from the run's overrides. Raises UserError with every problem.
 
-    With `check` that of a launcher which cannot run on this machine is one.
+    With `check`, a launcher that cannot run on this machine is one of them.
     """
     problems: list[str] = []
     words = [o for o in overrides if is_hydra_override(o)]
@@ -127,11 +127,11 @@ def split(overrides: Sequence[str], check: bool = True) -> tuple[SweepSettings, 
 
 
 def _option(group: str, values: dict[str, object], problems: list[str], check: bool) -> Basic:
-    """The chosen option with its keys, which are its defaults where there is a problem."""
+    """The chosen option with its keys, or with its defaults if there is a problem."""
     known, place = OPTIONS[group], f"hydra.{group}."
     name = str(values.get(f"hydra/{group}", "basic"))
     if name not in known:
-        problems.append(f"hydra/{group}={name} is no {group} here: {did_you_mean(name, known)}")
+        problems.append(f"hydra/{group}={name} is not a known {group}: {did_you_mean(name, known)}")
         return Basic()
     takes = schema.of(known[name])
     given = {key.removeprefix(place): value for key, value in values.items() if key.startswith(place)}
@@ -161,7 +161,7 @@ def _unknown_key(group: str, name: str, key: str, keys: list[str]) -> str:
 
 
 def completions() -> list[str]:
-    """Every launcher, sweeper and key, and Hydra's other settings that hold here, for the shell's completion."""
+    """Every launcher, sweeper and key, and Hydra's other supported settings, for the shell's completion."""
     found = [f"hydra.{key}=" for key in HONOURED]
     for group, kinds in OPTIONS.items():
         found += [f"hydra/{group}={name}" for name in kinds]

@@ -1,4 +1,4 @@
-"""`hydra/sweeper=optuna`: a search by optuna's ask-and-tell interface, which proposes each job's values."""
+"""`hydra/sweeper=optuna`: a search by optuna's ask-and-tell interface."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_VALUES = 100_000  # of a key that is searched over
 
 
 def read(overrides: Sequence[str]) -> tuple[list[str], JsonObject]:
-    """The overrides, and the distribution of each key with several values, which stands bare among them. Raises UserError."""
+    """The overrides, with bare keys for searched ones, and the distribution of each searched key. Raises UserError."""
     words: list[str] = []
     axes: dict[str, BaseDistribution] = {}
     problems: list[str] = []
@@ -43,19 +43,19 @@ def read(overrides: Sequence[str]) -> tuple[list[str], JsonObject]:
         except UserError as error:
             problems += error.problems
         except ValueError as error:  # optuna's own: a low end above the high one
-            problems.append(f"'{text}' is no space to search: {error}")
+            problems.append(f"'{text}' is not a search space: {error}")
     if not axes and not problems:
         problems.append(
-            "hydra/sweeper=optuna has nothing to search: give a key several values, as optimizer.lr=interval(1e-4,1e-1)"
+            "hydra/sweeper=optuna has nothing to search: give a key several values, such as optimizer.lr=interval(1e-4,1e-1)"
         )
     keys = [key_of(override) for override in overrides]
-    problems += [f"{key} is searched over and also given: leave one of them out" for key in axes if keys.count(key) > 1]
+    problems += [f"{key} is both searched over and given: leave one of them out" for key in axes if keys.count(key) > 1]
     refuse(problems)
     return words, axes
 
 
 def _distribution(text: str, override: parsed.Override) -> BaseDistribution:
-    """The values that Hydra's sweep grammar names, as optuna takes them. Raises UserError or ValueError."""
+    """The values of Hydra's sweep grammar in optuna's form. Raises UserError or ValueError."""
     value = override.value()
     tags: set[str] = getattr(value, "tags", set())  # a glob has none
     if other := sorted(tags - {"log"}):
@@ -80,7 +80,7 @@ def _distribution(text: str, override: parsed.Override) -> BaseDistribution:
 
 
 def choices(axis: Any) -> list[Any] | None:
-    """All the values of a distribution; None where there are infinitely many."""
+    """All values of a distribution; None if infinitely many."""
     if isinstance(axis, CategoricalDistribution):
         return list(axis.choices)
     return None if axis.step is None else [axis.low + n * axis.step for n in range(round((axis.high - axis.low) / axis.step) + 1)]
@@ -134,10 +134,10 @@ class Search:
         return jobs[0].job
 
     def begin(self, sweep: Sweep) -> None:
-        """Begin the study in a sweep's folder, or take over the trials of the one that is there."""
+        """Begin the study in a sweep's folder, or take over the trials of an existing one."""
         self._sweep, self._study = sweep, _study(self, sweep.path / "study.db")
         for trial in self._study.get_trials(deepcopy=False):
-            if trial.distributions == self.axes:  # else its values are none of this search
+            if trial.distributions == self.axes:  # otherwise its values do not belong to this search
                 self._take_over(trial)
             elif not trial.state.is_finished():  # the search was killed while optuna proposed values
                 self._study.tell(trial.number, state=TrialState.FAIL)
@@ -145,7 +145,7 @@ class Search:
     def _take_over(self, trial: FrozenTrial) -> None:
         """Take over a trial of the stored study."""
         (entry,) = self._sweep.add([self.job(trial.params)], trial.number)
-        told = trial.state.is_finished()  # else it may have ended before optuna was told
+        told = trial.state.is_finished()  # otherwise it may have ended before optuna's record
         if not entry.load_result((*FINAL, "failed") if told else FINAL) and not told:
             self._interrupted.append(entry)
             return
@@ -164,7 +164,7 @@ class Search:
         return entries
 
     def tell(self, entry: StoredJob) -> None:
-        """Tell optuna a trial's objective, or that it failed or diverged; an interrupted trial may be resumed."""
+        """Report a trial's objective, failure or divergence to optuna; an interrupted trial may be resumed."""
         value, status = value_of(entry.result, self.objective), entry.result.status if entry.result else "interrupted"
         if value is not None:
             self._study.tell(entry.number, value)
@@ -181,7 +181,7 @@ def _cells(axes: JsonObject, seed: int) -> list[JsonObject]:
     """Every combination of the axes' values, shuffled by the search's seed. Raises UserError."""
     values = {key: choices(axis) for key, axis in axes.items()}
     for key in [key for key, each in values.items() if each is None]:
-        raise UserError(f"hydra.sweeper.sampler=grid goes through listed values, and {key} has an interval")
+        raise UserError(f"hydra.sweeper.sampler=grid goes through listed values, but {key} has an interval")
     if (size := math.prod(len(each or []) for each in values.values())) > MAX_GRID:
         raise UserError(f"hydra.sweeper.sampler=grid: {size:,} combinations are too many: at most {MAX_GRID:,}")
     cells = [dict(zip(values, cell, strict=True)) for cell in itertools.product(*(each or [] for each in values.values()))]
@@ -196,9 +196,9 @@ def _study(search: Search, file: Path) -> optuna.Study:
         study = optuna.create_study(storage=storage, study_name="search", direction=to, load_if_exists=True)
         study.get_trials()
     except Exception as error:  # of optuna, SQLAlchemy or SQLite
-        raise UserError(f"{file} is no study of Optuna's ({str(error).splitlines()[0]}): start the search anew") from None
+        raise UserError(f"{file} is not a study of Optuna's ({str(error).splitlines()[0]}): start the search anew") from None
     option = search.option
-    # A resumed search gets another seed: with the same one it would draw the first part's values again.
+    # A resumed search gets another seed: the same one would draw the first part's values again.
     seed = None if option.seed is None else option.seed + len(study.trials)
     # A grid enqueues its values.
     tpe, random_ = optuna.samplers.TPESampler, optuna.samplers.RandomSampler

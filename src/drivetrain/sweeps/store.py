@@ -1,4 +1,4 @@
-"""A sweep's folder: its overrides and jobs in jobs.json, each job's run in a folder of its own, and sweep.json at the end."""
+"""A sweep's folder: its overrides and jobs in jobs.json, each job's run in its own folder, and sweep.json at the end."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ if TYPE_CHECKING:
     from drivetrain.core.options.hydra_parts import parsed
 
 MAX_JOBS = 10_000  # of a sweep
-HOPELESS = 50  # jobs in a row that cannot run
+HOPELESS = 50  # impossible jobs in a row
 
 
 @dataclass
 class SweepJob:
-    """One combination: its job, or why that cannot run."""
+    """One combination: its job, or the reason why it cannot run."""
 
-    label: str  # the overrides that differ from job to job
+    label: str  # overrides that differ between jobs
     overrides: list[str]
     job: Job | None
     problems: list[str] = field(default_factory=list)
-    cell: JsonObject = field(default_factory=dict)  # values from a recipe's `sweep:`, also the last of the overrides
+    cell: JsonObject = field(default_factory=dict)  # values from a recipe's `sweep:`, at the end of the overrides too
 
 
 def prepare(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[SweepJob]:
     """A job for each combination of the values given in Hydra's sweep grammar, and of the grid in a recipe's `sweep:`."""
     axes = _axes(overrides)
     if (count := math.prod(map(len, axes))) > MAX_JOBS:
-        raise UserError(f"the sweep has {count:,} combinations, and at most {MAX_JOBS:,} are possible: sweep over fewer values")
+        raise UserError(f"the sweep has {count:,} combinations, but at most {MAX_JOBS:,} are possible: sweep over fewer values")
     named = cache(lookup.named)  # each recipe is read once
     jobs: list[SweepJob] = []
     for combination in itertools.product(*axes):
@@ -68,7 +68,7 @@ def prepare(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[S
             jobs.append(prepare_one(label, combination, cell, config_dirs, of_cell))
             if len(jobs) > MAX_JOBS:
                 raise UserError(f"the sweep has more than {MAX_JOBS:,} jobs: sweep over fewer values")
-            if len(jobs) == HOPELESS and not any(job.job for job in jobs):  # hundreds more would take minutes, and say the same
+            if len(jobs) == HOPELESS and not any(job.job for job in jobs):  # hundreds more would take minutes
                 problems = dict.fromkeys(problem for job in jobs for problem in job.problems)
                 raise UserError(
                     [*problems, f"none of the first {HOPELESS} jobs of this sweep can run: the others were not tried"]
@@ -83,9 +83,9 @@ def prepare_one(
     config_dirs: Sequence[str] = (),
     of_cell: Recipe | None = None,
 ) -> SweepJob:
-    """One job of these overrides, each with one value, and of this cell of its recipe's `sweep:`.
+    """One job of single-value overrides and this cell of its recipe's `sweep:`.
 
-    `of_cell` is the recipe with the cell's values, where it was read before.
+    `of_cell` is the recipe with the cell's values, if already read.
     """
     cell = cell or {}
     if of_cell is None and (recipe := lookup.named(overrides)) is not None:
@@ -98,7 +98,7 @@ def prepare_one(
 
 
 def _axes(overrides: Sequence[str]) -> list[list[str]]:
-    """For each override the single-value overrides that it stands for."""
+    """Each override expanded into single-value overrides."""
     axes: list[list[str]] = []
     problems: list[str] = []
     for text, override in parse_each(overrides, "key=value, group=option or key=value,value", problems):
@@ -111,9 +111,7 @@ def _axes(overrides: Sequence[str]) -> list[list[str]]:
 def _values(text: str, override: parsed.Override) -> list[str]:
     """The single-value overrides of one with several values. Raises UserError."""
     if getattr(override.value(), "shuffle", False):
-        raise UserError(
-            f"'{text}': a sweep runs its jobs in the order that is given, so that it can be resumed: leave out shuffle"
-        )
+        raise UserError(f"'{text}': a sweep runs its jobs in the given order, so that it can be resumed: leave out shuffle")
     values = listed(text, override, MAX_JOBS)
     if key_of(text) == "recipe":  # an address needs no quotes
         values = [value.strip("'\"") for value in values]
@@ -121,11 +119,11 @@ def _values(text: str, override: parsed.Override) -> list[str]:
 
 
 def listed(text: str, override: parsed.Override, most: int) -> list[str]:
-    """The values that an override lists in Hydra's sweep grammar. Raises UserError where they are none, or more than `most`."""
+    """The values that an override lists in Hydra's sweep grammar. Raises UserError without any, or for more than `most`."""
     from drivetrain.core.options.hydra_parts import parsed
 
     if override.value_type is parsed.ValueType.GLOB_CHOICE_SWEEP:
-        raise UserError(f"'{text}': glob() chooses among the options of a group, and {key_of(text)} is none")
+        raise UserError(f"'{text}': glob() chooses among the options of a group, but {key_of(text)} is not a group")
     if override.value_type is parsed.ValueType.INTERVAL_SWEEP:
         raise UserError(
             f"'{text}': a sweep goes through listed values: write them out as a,b,c or range(1,4), "
@@ -134,7 +132,7 @@ def listed(text: str, override: parsed.Override, most: int) -> list[str]:
     try:
         values = [str(value) for value in itertools.islice(override.sweep_string_iterator(), most + 1)]
     except (ValueError, ArithmeticError) as error:  # Hydra's own: range(1,4,0)
-        raise UserError(f"'{text}' is no sweep: {error}") from None
+        raise UserError(f"'{text}' is not a sweep: {error}") from None
     if len(values) > most:
         raise UserError(f"'{text}' has more than {most:,} values, the most that are possible: list fewer")
     return values
@@ -142,10 +140,10 @@ def listed(text: str, override: parsed.Override, most: int) -> list[str]:
 
 logger = logging.getLogger(__name__)
 
-FINAL = ("completed", "diverged")  # statuses of jobs that a resumed sweep does not run again
-# In a sweep's folder, beside those of its jobs.
+FINAL = ("completed", "diverged")  # statuses that a resumed sweep does not run again
+# In a sweep's folder, next to its jobs' folders.
 OTHERS = ("jobs.json", "sweep.json", "report.html", "report.csv", "study.db", "submitit", ".lock")
-LENGTH = ".max_updates"  # file in a job's folder: the number of its updates, once it is built
+LENGTH = ".max_updates"  # file in a job's folder: its number of updates, once it is built
 
 
 @dataclass(eq=False)
@@ -157,7 +155,7 @@ class StoredJob:
     run_dir: Path
     result: Result | None = None
     began: float = 0.0
-    before: float = 0.0  # share of its updates that were done when this process began it
+    before: float = 0.0  # share of its updates made before this process
 
     def load_result(self, statuses: Sequence[str] = FINAL) -> bool:
         """Read the result from the folder if its status is one of these; return whether it is."""
@@ -168,15 +166,15 @@ class StoredJob:
         return True
 
     def prepare_folder(self) -> None:
-        """Keep the folder if it has checkpoints to resume from, else make it anew."""
+        """Keep the folder if it has checkpoints to resume from, else recreate it."""
         if manifest.checkpoints(self.run_dir):
-            (self.run_dir / "result.json").unlink(missing_ok=True)  # of the part before
+            (self.run_dir / "result.json").unlink(missing_ok=True)  # of the earlier part
         else:
             shutil.rmtree(self.run_dir, ignore_errors=True)
             directory.make(self.run_dir)
 
     def composed(self) -> Job:
-        """The job, which resumes from its newest checkpoint if there is one. Raises UserError."""
+        """The job, resumed from its newest checkpoint if any. Raises UserError."""
         if self.job.job is None:
             raise UserError(self.job.problems)
         if not manifest.checkpoints(self.run_dir):
@@ -187,16 +185,16 @@ class StoredJob:
         return job
 
     def close(self, code: int | None, error: str, status: str = "failed") -> None:
-        """Record the job's end: its exit code, if known, and its result; `error` and `status` where it wrote no result."""
+        """Record the job's end: its exit code, if known, and its result, or `error` and `status` without one."""
         self.result = Result.read(self.run_dir)
         if self.result is not None:
-            # One that was killed after it had written its result has that one's.
+            # A job killed after writing its result keeps the result's code.
             self.result.code = self.result.code if code is None or code < 0 else code
             return
         self.result = Result(status=status, error=error, overrides=self.job.overrides, run_dir=self.run_dir)
         self.result.code = code if code is not None and code > 0 else FAILED
         try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)  # it may have been moved away
+            self.run_dir.mkdir(parents=True, exist_ok=True)  # the folder may have been moved
             self.result.write(self.run_dir)
         except OSError as problem:  # a full disk: the other jobs go on
             logger.error("result.json could not be written to %s (%s)", self.run_dir, problem.strerror)
@@ -216,7 +214,7 @@ KINDS: JsonObject = {"overrides": list[str], "config_dirs": list[str], "jobs": l
 
 @dataclass
 class Sweep:
-    """The content of jobs.json, which is all that a sweep needs to be resumed."""
+    """The content of jobs.json, sufficient to resume a sweep."""
 
     path: Path
     overrides: list[str]
@@ -225,7 +223,7 @@ class Sweep:
     entries: list[StoredJob] = field(default_factory=list)
 
     def add(self, jobs: Sequence[SweepJob], first: int = 0) -> list[StoredJob]:
-        """Number these jobs from `first`, and write jobs.json. Raises UserError where two jobs would have one folder."""
+        """Number these jobs from `first`, and write jobs.json. Raises UserError if two jobs would have one folder."""
         new = [StoredJob(n, job, _folder(self.path, n, job, self.hydra)) for n, job in enumerate(jobs, first)]
         self.entries += new
         folders = {entry.run_dir for entry in self.entries}
@@ -241,18 +239,18 @@ class Sweep:
 
 
 def _folder(path: Path, number: int, job: SweepJob, hydra: HydraSettings) -> Path:
-    """The folder of a job in its sweep's: its number, or what hydra.sweep.subdir says. The job learns of both."""
+    """A job's folder within its sweep's: its number, or hydra.sweep.subdir. The job gets both values."""
     if job.job is None:
         return path / str(number)
     job.job.hydra = replace(hydra, number=number)
     subdir = job.job.hydra.path("sweep.subdir", job.job.composed) or Path(str(number))
     if subdir.is_absolute() or not subdir.parts or ".." in subdir.parts or subdir.parts[0] in OTHERS:
-        raise UserError(f"hydra.sweep.subdir={subdir}: a job's folder is inside the sweep's: give it a name of its own there")
+        raise UserError(f"hydra.sweep.subdir={subdir}: a job's folder is inside the sweep's: give it its own name there")
     return path / subdir
 
 
 class Grid:
-    """The jobs of a sweep when all of them are known, and can run."""
+    """The jobs of a sweep that are all known in advance and valid."""
 
     def __init__(self, jobs: Sequence[SweepJob]) -> None:
         self.jobs, self.total = jobs, len(jobs)
@@ -266,12 +264,12 @@ class Grid:
 
     @property
     def objective(self) -> Selection | None:
-        """The metric that ranks the jobs; None where their losses have different ones."""
+        """The metric that ranks the jobs; None if their losses have different ones."""
         found = [selected(job.job.run).across_runs for job in self.jobs if job.job is not None]
         return found[0] if all(each == found[0] for each in found) else None
 
     def begin(self, sweep: Sweep) -> None:
-        """Put the jobs into a sweep's folder, which may have results of them."""
+        """Put the jobs into a sweep's folder, which may already have results."""
         self._sweep, entries = sweep, sweep.add(self.jobs)
         self.kept = [entry for entry in entries if entry.load_result()]
         self._waiting = [entry for entry in entries if entry.result is None]
@@ -307,18 +305,18 @@ def read(path: Path) -> JsonObject:
 
 
 def read_own(path: Path) -> JsonObject:
-    """The content of a jobs.json that this user's drivetrain wrote: its words may name code to run. Raises UserError."""
+    """The content of a jobs.json by this user's drivetrain, because its words may name code to run. Raises UserError."""
     content = read(path)
     if not home.is_own(content, read_json(path / "jobs.json").get("signature")):
         raise UserError(
             f"-m resume={path} was recorded by another user or machine, or has been changed, and its words may name code to run: "
-            f"start it anew with the words that you agree with: {printable(shlex.join(map(str, content['overrides'])))}"
+            f"start it anew with the words that you accept: {printable(shlex.join(map(str, content['overrides'])))}"
         )
     return content
 
 
 def one_job(path: Path, number: int) -> StoredJob:
-    """One job of the sweep in `path`, composed again, as on another machine."""
+    """One job of the sweep in `path`, composed again, for instance on another machine."""
     content = read(path)
     add_import_paths(content["config_dirs"])
     (entry,) = (job for job in content["jobs"] if job["job"] == number)
@@ -328,9 +326,9 @@ def one_job(path: Path, number: int) -> StoredJob:
 
 
 def unfinished(root: Path, overrides: Sequence[str], named: Path | None = None) -> Iterator[Path]:
-    """The folders of unfinished sweeps that make the same jobs and that no process is working on, the newest first.
+    """The folders of unfinished, idle sweeps with the same jobs, the newest first.
 
-    They are below `root`, or it is the one folder that hydra.sweep.dir named.
+    They are below `root`, or the single folder named by hydra.sweep.dir.
     """
     wanted = [o for o in overrides if not is_launch_setting(o)]
     files = root.glob("multirun/*/*/jobs.json") if named is None else named.glob("jobs.json")
@@ -346,7 +344,7 @@ def unfinished(root: Path, overrides: Sequence[str], named: Path | None = None) 
 
 
 def is_finished(path: Path) -> bool:
-    """True if the sweep ran all its jobs: then it has a sweep.json that says so."""
+    """True if the sweep ran all its jobs, by its sweep.json."""
     try:
         return bool(read_json(path / "sweep.json")["finished"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -354,27 +352,27 @@ def is_finished(path: Path) -> bool:
 
 
 def merge_overrides(path: Path, overrides: Sequence[str], given: Sequence[str]) -> list[str]:
-    """A sweep's own overrides with those given beside resume=, which may only change how it is launched. Raises UserError."""
+    """A sweep's overrides with those given next to resume=, which may only change its launch. Raises UserError."""
     if wrong := [o for o in given if not is_launch_setting(o)]:
         raise UserError(
             f"-m resume={path} resumes that sweep with its own overrides, and only hydra/launcher, its keys and "
             f"hydra.sweeper.n_trials may change: leave out {' '.join(wrong)}"
         )
     keys = {key_of(o) for o in given}
-    new_launcher = "hydra/launcher" in keys  # it has keys of its own
+    new_launcher = "hydra/launcher" in keys  # it has its own keys
     kept = [o for o in overrides if key_of(o) not in keys and not (new_launcher and key_of(o).startswith("hydra.launcher."))]
     return [*kept, *given]
 
 
 def place_of(result: Result | None, objective: Selection | None) -> tuple[float, float] | None:
-    """The place of a run's best evaluation; None where the run did not complete, or the objective is not finite."""
+    """The sort key of a run's best evaluation; None if the run did not complete or the objective is not finite."""
     if result is None or objective is None or result.status != "completed":
         return None
     return objective.place(handed_on(result.judged("best")))
 
 
 def value_of(result: Result | None, objective: Selection | None) -> float | None:
-    """The objective at a run's best evaluation; None where it has no place."""
+    """The objective at a run's best evaluation; None if the run is not ranked."""
     place = place_of(result, objective)
     return objective.value(place) if objective is not None and place is not None else None
 
@@ -385,7 +383,7 @@ def config_of(entry: StoredJob) -> str:
 
 
 def means(entries: Sequence[StoredJob], objective: Selection | None) -> dict[str, float]:
-    """The mean of the objective at the end, by config, of those with several jobs; the worst where one of them has none."""
+    """The mean of the final objective for each config with several jobs; the worst value if a job has none."""
     if objective is None:
         return {}
     found: dict[str, list[float]] = {}
@@ -397,14 +395,14 @@ def means(entries: Sequence[StoredJob], objective: Selection | None) -> dict[str
 
 
 def best_of(entries: Sequence[StoredJob], objective: Selection | None) -> StoredJob | None:
-    """The best job (the first of a tie), or None if no job is ranked. Of configs with several jobs it is one of the best mean."""
+    """The best job (the first of a tie), or None if no job is ranked. Configs with several jobs are compared by their means."""
     placed = [(place, entry) for entry in entries if (place := place_of(entry.result, objective)) is not None]
     of, sign = means(entries, objective), -1 if objective is not None and objective.maximize else 1
     return min(placed, key=lambda each: (sign * of.get(config_of(each[1]), 0.0), each[0]))[1] if placed else None
 
 
 def ties(entries: Sequence[StoredJob], objective: Selection, best: StoredJob) -> str:
-    """The other jobs with the best one's metric, in words: those with the same loss too, else what decided."""
+    """The jobs that tie with the best one's metric, in words: also in the loss, or decided by the loss."""
     placed = [(entry.number, place_of(entry.result, objective)) for entry in entries if entry is not best]
     first = place_of(best.result, objective)
     equal = [(number, place) for number, place in placed if first is not None and place is not None and place[0] == first[0]]
@@ -415,7 +413,7 @@ def ties(entries: Sequence[StoredJob], objective: Selection, best: StoredJob) ->
 
 
 def direction(objective: Selection) -> Literal["minimize", "maximize"]:
-    """The direction of an objective, as optuna names it."""
+    """The direction of an objective, in optuna's words."""
     return "maximize" if objective.maximize else "minimize"
 
 

@@ -56,7 +56,7 @@ class Chunk:
             self.vectors |= {"weights": weights[: self.size], "grads": grads[: self.size]}
 
     def storage_changed(self) -> bool:
-        """True if the memory of a parameter has been exchanged since the chunk was made."""
+        """True if a parameter's memory has been exchanged since the chunk's creation."""
         return [p.data_ptr() for p in self.params] != [flat.data_ptr() for flat in self.flat_params]
 
     def weights(self) -> Tensor:
@@ -143,7 +143,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def init_state(self, state: dict[str, list[Tensor]], params: list[Tensor]) -> None:
-        """Set the state that new parameters begin with, where it is not zero. The tensors are views of vectors."""
+        """Set the initial state of new parameters, if it is not zero. The tensors are views of vectors."""
 
     def before_updates(self, chunks: list[Chunk]) -> None:
         """Prepare a step from all gradients, before any parameter is updated."""
@@ -167,7 +167,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self.update(chunk, group)
 
     def _chunks_of(self, index: int, params: list[Tensor]) -> list[Chunk]:
-        """The chunks of a group's parameters that have a gradient; made anew when those or their storage have changed."""
+        """The chunks of a group's parameters with a gradient; rebuilt when these or their storage change."""
         has_grad = [p.grad is not None for p in params]
         cached = self._chunks.get(index)
         if cached is None or cached[0] != has_grad or any(chunk.storage_changed() for chunk in cached[1]):
@@ -244,7 +244,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 def _flatten(tensor: Tensor, order: list[int] | None) -> Tensor:
-    """A dense tensor as a vector in memory order: a view where `order` is its own."""
+    """A dense tensor as a vector in memory order: a view if `order` is its own."""
     return tensor.reshape(-1) if order is None else tensor.permute(order).reshape(-1)
 
 
@@ -256,7 +256,7 @@ def _shape_like(piece: Tensor, p: Tensor, order: list[int] | None) -> Tensor:
 
 
 def memory_order(p: Tensor) -> list[int] | None:
-    """The dimensions by decreasing stride, in which a dense tensor is contiguous; None if it is contiguous as it is."""
+    """The dimensions by decreasing stride, in which a dense tensor is contiguous; None if it is already contiguous."""
     if p.is_contiguous():
         return None
     order = sorted(range(p.ndim), key=p.stride, reverse=True)
@@ -294,14 +294,14 @@ class ScheduleFree(FlatOptimizer):
         y = (1 - β1) · z + β1 · x
 
     During training the parameters are y. x is computed from y and z when it is needed, so that the memory is AdamW's. y is
-    updated directly and not through x, so that using x in between (`averaged`) does not change y, not even by rounding.
+    updated directly, not through x, so that using x in between (`averaged`) does not change y, not even by rounding.
     """
 
     state_vectors = ("z", "exp_avg_sq")
     state_chunk_numbers = ("weight_sum",)
 
     def __init__(self, params: ParamsT, **settings: object) -> None:
-        self._trained: dict[Tensor, Tensor] = {}  # y of each parameter that is x at present
+        self._trained: dict[Tensor, Tensor] = {}  # y of each parameter that currently is x
         super().__init__(params, **settings)  # type: ignore[arg-type]
 
     def init_state(self, state: dict[str, list[Tensor]], params: list[Tensor]) -> None:
@@ -344,7 +344,7 @@ class ScheduleFree(FlatOptimizer):
         return {key: p for saved, group in pairs for key, p in zip(saved["params"], group["params"], strict=True)}
 
     def state_dict(self) -> StateDict:
-        """torch's, with each parameter's y in its state, since the weights that are saved are x."""
+        """torch's, with each parameter's y in its state, because the saved weights are x."""
         found = super().state_dict()
         parameters = self._parameters(found["param_groups"])
         trained = {i: self._trained.get(parameters[i]) for i in found["state"]}

@@ -1,4 +1,4 @@
-"""Optimizers whose updates need norms of whole parameters, even where a rank holds only a part."""
+"""Optimizers that need norms of whole parameters, even if a rank holds only a part."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Lamb(LayerwiseOptimizer):
         u = m̂ / (√v̂ + ε) + decay · w
         w ← w - lr · ‖w‖ / ‖u‖ · u
 
-    With `bias_correction=False`, m and v take the place of m̂ and v̂. The trust ratio ‖w‖ / ‖u‖ is 1 where ‖w‖ or ‖u‖ is zero,
+    With `bias_correction=False`, m and v replace m̂ and v̂. The trust ratio ‖w‖ / ‖u‖ is 1 if ‖w‖ or ‖u‖ is zero,
     and in groups with `adapt=False`: LAMB as published with BERT does not adapt what does not decay (norms, biases), NVLAMB
     does. With `max_grad_norm`, all gradients are first divided by max(1, ‖all gradients‖ / max_grad_norm), as NVLAMB (apex
     FusedLAMB) does; None leaves them as they are. With `fused`, torch's fused Adam kernel computes the first term of u.
@@ -143,7 +143,7 @@ class Lars(LayerwiseOptimizer):
         w ← w - v                                    (nesterov: w - lr · λ · (g + decay · w) - momentum · v)
 
     As in the paper, the learning rate is part of the momentum: a change of it does not rescale what v has accumulated.
-    λ is 1, which is plain SGD, where ‖w‖ or ‖g‖ is zero, and in groups with `adapt=False`. The paper adapts every layer;
+    λ is 1 (plain SGD) if ‖w‖ or ‖g‖ is zero, and in groups with `adapt=False`. The paper adapts every layer;
     common practice does not adapt norms and biases.
     """
 
@@ -178,7 +178,7 @@ class Lars(LayerwiseOptimizer):
         chunk.subtract("work" if group["nesterov"] else "momentum_buffer")
 
     def _move_tensors(self, chunk: Chunk, group: dict[str, Any], rates: Tensor) -> None:
-        """Update the parameters where they are, without a vector of g + decay · w: its two terms are added one by one."""
+        """Update the parameters in place, without a vector of g + decay · w: its two terms are added one by one."""
         weights, grads, v = chunk.params, chunk.shaped_grads(), chunk.shaped("momentum_buffer")
         momentum, decays = group["momentum"], rates * group["weight_decay"]
         chunk.vectors["momentum_buffer"].mul_(momentum)
