@@ -135,7 +135,7 @@ def text(run: RunFiles, library: str = "drivetrain", base: str | None = None, us
         versions=", ".join(
             code(f"{of} {value}") for of, value in {"drivetrain": run.environment.get("drivetrain"), **versions}.items() if value
         ),
-        # Its comments name machine-local values. Any indented line is code.
+        # Its comments name machine-local values. An indented line is always code.
         recipe="\n".join(f"    {line}" for line in lines if not line.lstrip().startswith("#")),
     )  # fmt: skip
 
