@@ -186,7 +186,7 @@ def test_outputs_are_counted_where_the_targets_say_them():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["data.target=theirs_data.Several", "data.classes=3"], "several labels in a sample, .*set task=multilabel"),
+        (["data.target=theirs_data.Several", "data.classes=3"], "sum to 2 in a sample, .*set task=multilabel"),
         (["data.target=theirs_data.Spans", "data.classes=2"], "are numbers from 0 to 9.5, .*: set task=regression"),
         (["data.target=theirs_data.Partly"], r"takes one tensor, and the inputs of a sample are several \(image\)"),
     ],

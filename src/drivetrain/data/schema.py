@@ -298,7 +298,7 @@ class TableSchema:
                 found[name] = ", ".join(text for text, on in zip(column.categories, part, strict=True) if on)
             else:  # float32 has hardly more digits
                 values = zip((part * column.std + column.mean).tolist(), column.std, strict=True)
-                found[name] = ", ".join(f"{round(value, 5 - math.floor(math.log10(std))):.6g}" for value, std in values)
+                found[name] = ", ".join(f"{round(value, 5 - math.floor(math.log10(std))) + 0.0:.6g}" for value, std in values)
         return found
 
     @property

@@ -106,8 +106,8 @@ class OverClasses(Loss):
                 return (
                     f"are numbers from {low:.4g} to {high:.4g}, and it wants classes or their probabilities: set task=regression"
                 )
-            if bool(((target == 0) | (target == 1)).all()) and bool((target.sum(1) > 1).any()):
-                return "have several labels in a sample, and it wants probabilities that sum to 1: set task=multilabel"
+            if (most := float(target.sum(1).max())) > 1.01:
+                return f"sum to {most:.4g} in a sample, and it wants probabilities: set task=multilabel where they are labels"
             return None
         if target.is_floating_point():
             return "are numbers with fractions, and it wants class numbers (int64): set loss=mse for regression"
