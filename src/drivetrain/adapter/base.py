@@ -100,7 +100,7 @@ class Lora(Adapter):
             )
         if run.precision.replaces_linears:
             yield (
-                f"{name} and {run.named('precision')} exclude each other (both put a layer of their own in the place of a Linear "
+                f"{name} and {run.named('precision')} exclude each other (both replace a Linear layer by their own "
                 "layer): set precision=bf16"
             )
 

@@ -48,7 +48,7 @@ class NarrowProduct(torch.autograd.Function):
 class LoraLinear(nn.Linear):
     """y = W x + bias + scale · B A x, with A (rank, inputs) and B (outputs, rank). B is 0 at first, so that y is the base's.
 
-    A Conv1D of transformers has the weight W transposed: `lora_transposed`, a tensor as well, says so to whoever merges a file.
+    A Conv1D of transformers has the weight W transposed: the tensor `lora_transposed` marks this for merging a file.
     """
 
     lora_a: nn.Parameter
@@ -168,7 +168,7 @@ def unshared(model: nn.Module, heads: Collection[str]) -> list[str]:
 
 
 def frozen_names(model: nn.Module, also: Sequence[str]) -> list[str]:
-    """The names of the model's own parameters, but of those that match `also`."""
+    """The names of the model's own parameters, except matches of `also`."""
     own = [name for name, _ in model.named_parameters() if not is_adapters(name)]
     check_patterns(own, {"adapter.train_also": also}, "parameter")
     return [name for name in own if not _in_any(name, also)]

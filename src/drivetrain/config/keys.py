@@ -47,7 +47,7 @@ def as_setting(flag: str, value: str | None = None) -> str | None:
 
 
 def _merged(current: object, value: object) -> Any:
-    """What takes the place of a current value: a mapping is added to one. Raises OmegaConfBaseException."""
+    """The replacement of a current value: a mapping is added to a mapping. Raises OmegaConfBaseException."""
     if not isinstance(current, dict) and "{" not in str(value):  # neither a mapping nor a reference
         return value
     node = OmegaConf.create({"value": current})
@@ -56,7 +56,7 @@ def _merged(current: object, value: object) -> Any:
 
 
 def every_name(config_dirs: Sequence[str] = ()) -> dict[str, str]:
-    """What to write for each name of any group: an option, a setting of one, or what another tool calls it."""
+    """The text to type for each name of any group: an option, an option's setting, or another tool's name."""
     known = options(config_dirs)
     found = {name.rpartition(".")[2].rpartition("=")[2]: mend for name, mend in ELSEWHERE.items()}
     found |= {name: f"{group}=[{name}]" if group in LISTS else f"{group}={name}" for group in known for name in known[group]}

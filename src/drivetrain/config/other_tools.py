@@ -959,7 +959,7 @@ OF_NUMBER = {  # of a group that is given a number → the setting that it is of
     "scheduler": "optimizer.lr", "stop": "stop=early stop.patience",
 }  # fmt: skip
 TRANSFORMERS = r"bert|gpt2|llama|qwen|mistral|gemma|electra|/|\b(opt|t5|phi)-"  # in the names of its models
-NOTES = {  # of those that mean another amount, or need more
+NOTES = {  # names that mean another amount, or need more
     "model=linear": "with model.hidden=[]",
     "model=logistic_regression": "with model.hidden=[]",
     "metrics=balanced_accuracy": "its mean over the classes is the balanced accuracy",

@@ -9,7 +9,7 @@ laid out like drivetrain's own (`conf/<group>/<option>.yaml`):
 A verb of the command line is an entry point in the group `drivetrain.verbs`: `hello = "my_pkg.hello:command"`. A callback is one
 in the group `drivetrain.callbacks`: after `watch = "my_pkg.callback:Watch"`, `callbacks=[watch]` names it.
 
-Whoever runs drivetrain has installed the package, so the classes below it that its options name are trusted like drivetrain's
+The user has installed the package, so the classes in it that its options name are trusted like drivetrain's
 own, without `trust=[my_pkg]`. Shared recipes may choose such options; they can neither install a package nor name a class.
 """
 

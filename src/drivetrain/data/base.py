@@ -477,7 +477,7 @@ class HeldOut(Data, Generic[P, K, S]):
         return cast(S, part)
 
     def about(self, known: K, sources: Sequence[tuple[str, S]], own: Splits | None) -> dict[str, object]:
-        """Return what Splits say of the sources, each after its split, that of training first.
+        """Return the properties of Splits for the sources, each after its split, that of training first.
 
         `own` is a run's own data, where these are others.
         """
@@ -499,7 +499,7 @@ class HeldOut(Data, Generic[P, K, S]):
         return self._encoded(known, train, sets, self.like)
 
     def read_like(self, other: Splits) -> tuple[P, K]:
-        """Return what `read` does, with what other data has taught in place of its own. Raises UserError."""
+        """Return what `read` does, with other data's properties instead of its own. Raises UserError."""
         if (known := self.kept(other)) is None:
             raise UserError(f"{type(self).__name__} is one whole table: mix tables of files (option: tabular)")
         return self.read_set(str(self.other_file()), known, "train"), known
@@ -619,7 +619,7 @@ def _expanded(given: object) -> object:
 def hold_out(source: Source, share: float, folds: int | None = None, fold: int = 0) -> tuple[Source, Source]:
     """Return the training and the validation samples of a source: the same ones in every run, on any number of ranks.
 
-    With `folds` these are the samples of one fold in place of a share.
+    With `folds` these are the samples of one fold instead of a share.
 
     Which ones depends on the samples alone: on their content, or on what names them where reading them is too dear. Samples
     that belong together, such as the pieces of a document, stay together. Each class gives the same share, where the classes

@@ -83,7 +83,7 @@ def words_of(values: np.ndarray | Words, known: Sequence[str] = ()) -> Words:
 
 
 def styles_of(words: pa.StringArray, codes_too: bool) -> list[Style]:
-    """Return the styles in which all words are numbers, of those that give the same numbers one.
+    """Return the styles in which all words are numbers; styles with the same numbers count once.
 
     Whole numbers with a leading zero, or too large for a float, are codes.
     """

@@ -88,7 +88,7 @@ class ImageData:
     ) -> dict[str, object]:
         """Give sources the range of their pixels: the user's, that of a run's `own` data, or that of the first source's files.
 
-        Returns what Splits say of them: their normalisation, their range, what they are in short, with `more` of it, and what
+        Returns their properties for Splits: their normalisation, their range, what they are in short, with `more` of it, and what
         looks wrong. Raises DataError where there is no range, or all pixels are alike.
         """
         (height, width), seen = sides(self.size), Seen.of(train := sources[0][1])
@@ -126,7 +126,7 @@ class Seen:
     """The facts that were seen of some files of a source, spread evenly."""
 
     files: int
-    sizes: list[tuple[int, int]] = field(default_factory=list)  # width and height of those that can be read
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # width and height of the readable ones
     deep: int = 0  # files of more than 8 bits; of their values:
     low: float = math.inf
     high: float = -math.inf
@@ -150,7 +150,7 @@ class Seen:
                         seen.whole = seen.whole and (values.dtype.kind != "f" or bool((values == np.rint(values)).all()))
                     elif len(seen.plain) < 2:
                         seen.plain.update(np.ravel(image.convert("RGB").getextrema()).tolist())
-            except DataError as error:  # whoever reads it says so
+            except DataError as error:  # reading it reports that
                 logger.debug("%s", error)
         return seen
 

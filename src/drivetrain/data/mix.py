@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 OF_A_SOURCE = 21  # the stream of a source's own permutations
 ITS_OWN = {"train", *SPLITS, "normalize", "example", "origins", "inputs", "doubts", "token_bytes"}  # what sources may differ in
-# What the options of all sources must agree on, as the rest of a run asks the data for it.
+# Properties on which all sources' options must agree, because the rest of a run reads them.
 ALIKE = ["tokens", "targets"] + [name for name, value in vars(groups.Data).items() if name[0] != "_" and not callable(value)]
 
 

@@ -82,7 +82,7 @@ class OwnDataset(Data):
         example, images = self._example(train)
         self._log_target(train.dataset, example)
         if isinstance(example, torch.Tensor) and example.ndim == 1 and example.is_floating_point():
-            logger.warning("the input of a sample is a single number, and most models want a list: return [x] in place of x")
+            logger.warning("the input of a sample is a single number, and most models want a list: return [x] instead of x")
         names = getattr(train.dataset, "classes", None)
         classes = self.classes or getattr(train.dataset, "num_classes", None) or names
         if isinstance(classes, list | tuple):

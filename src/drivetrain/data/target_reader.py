@@ -72,7 +72,7 @@ class TargetReader:
         return torch.from_numpy(values).float()
 
     def about(self, sources: Sequence[tuple[str, Source]], classes: int | None = None) -> dict[str, object]:
-        """Return what Splits say of the targets of sources, that of training first; `classes` is how many the user says.
+        """Return the properties of the sources' targets for Splits, training first; `classes` is the user's number of them.
 
         Raises DataError for a number of a class that the data cannot have.
         """

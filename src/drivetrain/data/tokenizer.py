@@ -37,7 +37,7 @@ SWITCHES = dict[str, bool | None]
 
 
 class Tokenizer(ABC):
-    """Turns texts into tokens, numbers from 0 to `size` − 1. The base of those that are the data's alone.
+    """Turns texts into tokens, numbers from 0 to `size` − 1. The base of the data's own tokenizers.
 
     With them a token of its own stands before a text's first, and 0 pads texts that have a class, whose tokens are 1 larger.
     """

@@ -1,4 +1,4 @@
-"""What training calls the model with: the arguments of the first call, for samples of the training set.
+"""The arguments of training's first call of the model, for samples of the training set.
 
 All that has to try the model before it trains takes these arguments: `context.example`, or `context.first_call` for more samples.
 """
@@ -40,7 +40,7 @@ class PartsCall:
     batch: MicroBatch
 
     def __call__(self, model: torch.nn.Module) -> None:
-        """Run the loss, with this model in the place of the run's."""
+        """Run the loss, with this model instead of the run's."""
         self.run(self.batch, model)
 
 
@@ -103,7 +103,7 @@ def _step(context: RunContext, batch: MicroBatch, model: torch.nn.Module) -> Non
 
 
 def _run_loss(context: RunContext, model: torch.nn.Module, work: Callable[[Loss, Forward], T], training: bool | None = None) -> T:
-    """Return what `work` does with the loss and the model's forward, with a model in the place of the run's. Nothing stays."""
+    """Return what `work` does with the loss and the model's forward, with a model instead of the run's. Nothing stays."""
     loss, before = context.loss, getattr(context, "model", None)
     context.model = model
     try:

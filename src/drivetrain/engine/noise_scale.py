@@ -7,8 +7,8 @@ rank's only one, or its gradient is not kept until the last one, it is measured 
 the log takes the mean over ranks.
 
 Over several updates the two estimates are averaged in units of the squared gradient of the updates before. So every update counts
-the same: the critical batch of a run is the mean of the noise scale over its updates (their appendix D). Plain sums would tell of
-the first updates only, whose gradients are many times longer. An update's own gradient as the unit would bias the ratio.
+the same: the critical batch of a run is the mean of the noise scale over its updates (their appendix D). Plain sums would
+describe the first updates only, whose gradients are many times longer. An update's own gradient as the unit would bias the ratio.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Operation:
     dtype: torch.dtype = field(compare=False)  # of what it computes with
     call: tuple[OpOverload[..., object], tuple[object, ...], Mapping[str, object]] = field(
         compare=False, repr=False
-    )  # the function, and its arguments with specs in place of tensors
+    )  # the function, and its arguments with specs instead of tensors
 
 
 def describe(

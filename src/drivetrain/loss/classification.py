@@ -114,7 +114,7 @@ class OverClasses(Loss):
         if target.dtype not in (torch.int64, torch.uint8):
             return f"are {target.dtype}, and it wants class numbers (int64): convert them in your data"
         if target.dim() == 2 and target.shape[1] == 1 and classes > 1:
-            return f"have shape {shape_of(target)}, and it wants one class number for each sample, (n,): give y[0] in place of y"
+            return f"have shape {shape_of(target)}, and it wants one class number for each sample, (n,): give y[0] instead of y"
         low, high = lowest_and_highest(target, self.ignore_index)
         if target.dim() == 2 and target.shape[1] == classes and 0 <= low <= high <= 1:
             return f"have shape {shape_of(target)}, a 0 or a 1 for each class: set loss=bce for labels"

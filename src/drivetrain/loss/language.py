@@ -135,7 +135,7 @@ class NextToken(Loss):
         return _token_loss(output, target, reduction, self.z_loss, self.label_smoothing)
 
     def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
-        """What an evaluation sums over a batch: see `reported`."""
+        """The sums of an evaluation over a batch: see `reported`."""
         loss = _token_loss(output, target, "sum").to(sum_dtype(output.device))
         return self.reported(loss, (output.argmax(-1) == target).sum(), self.count(target))
 

@@ -78,7 +78,7 @@ class Quantile(Regression):
     An evaluation also reports the coverage: the share of targets between the lowest and the highest quantile.
     """
 
-    changes = "learns quantiles of the target in the place of its mean"
+    changes = "learns quantiles of the target instead of its mean"
     name = "quantile"
     metrics = ("loss", "coverage")
 

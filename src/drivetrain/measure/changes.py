@@ -80,7 +80,7 @@ def _claims(change: Change, first: Job, other: Job) -> Iterator[tuple[str, Effec
 
 
 def _options(job: Job, group: str) -> dict[str, Option]:
-    """Name → option of those that a run chose; a sum of several is one."""
+    """Name → option, for a run's chosen options; a sum of several is one."""
     parts = job.run.parts[group]
     return dict(zip(job.run.names(group), parts, strict=True)) if group in LISTS else {str(job.composed.choice(group)): parts}
 

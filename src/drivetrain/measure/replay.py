@@ -332,7 +332,7 @@ def _figure(value: float | None) -> str:
 
 
 def sheet_of(found: Found) -> sheet.Sheet:
-    """What happened at the update: how exactly it was made again, the samples, the layers, the cause."""
+    """The account of the update: the exactness of its repetition, the samples, the layers, the cause."""
     came = f"trained again from {f'the checkpoint of update {found.start:,}' if found.start else 'the start'}"
     said = f"all {len(found.same):,} recorded losses since are the run's own, bit for bit"
     if found.other:

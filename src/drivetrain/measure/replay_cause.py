@@ -45,7 +45,7 @@ class LookedAt:
 
 @dataclass
 class Found:
-    """What was found of an update."""
+    """The findings on an update."""
 
     update: int
     earlier: int  # the update before which the earlier weights were

@@ -64,7 +64,7 @@ class Ddp(Owners):
             )
         if run.model.unfreeze and not self.find_unused_parameters:
             yield (
-                "model.unfreeze with parallel=ddp: DDP waits for the gradients of all parameters, also of those that begin "
+                "model.unfreeze with parallel=ddp: DDP waits for the gradients of all parameters, also of ones that begin "
                 "to train later: set parallel.find_unused_parameters=true"
             )
         if self.bucket_mb < SMALLEST_COMPILED_MB and run.compile.active and not run.compile.torchscript:

@@ -43,7 +43,7 @@ class Header:
 
     def lines(self) -> list[str]:
         """The header as YAML. Texts are quoted: YAML reads a hash without letters as a number."""
-        left_out = [f"left_out: [{', '.join(sorted(self.left_out))}]  # for whoever runs it to choose"] if self.left_out else []
+        left_out = [f"left_out: [{', '.join(sorted(self.left_out))}]  # each user chooses these"] if self.left_out else []
         return [f"schema: {self.schema}", f'drivetrain: "{self.drivetrain}"', f'hash: "{self.hash}"', *left_out]
 
 

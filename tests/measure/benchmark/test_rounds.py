@@ -385,7 +385,7 @@ def test_rounds_drop_a_variant_by_the_whole_run(updates, no_gain, behind):
 def test_a_recipe_says_what_the_run_takes_and_when_it_pays():
     plain, compiled = weighed(300, PLAIN, COMPILED)
     assert export.of_the_run(compiled, plain) == [
-        "the run of 300 updates takes 26.0 s, start-up included, in place of 31.0 s",
+        "the run of 300 updates takes 26.0 s, start-up included, instead of 31.0 s",
         "it pays after 10,000 updates where its kernels are not compiled yet, as in a first run",
     ]
     assert export.of_the_run(*weighed(None, COMPILED, PLAIN)) == []

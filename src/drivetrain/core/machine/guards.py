@@ -152,7 +152,7 @@ def model_within(
 ) -> Iterator[None]:
     """Within the context a model is created. Raises ModelTooLarge once its parameters need more than `most_bytes`.
 
-    `beside` tells of what else each parameter needs memory for, and `where` of whose memory it is. Parameters on the meta device,
+    `beside` names further uses of memory per parameter, and `where` the memory. Parameters on the meta device,
     which a file of weights may fill, count with `counts_meta`.
 
     torch fills a parameter with values after it was registered. So one that is too large is refused before it takes memory.

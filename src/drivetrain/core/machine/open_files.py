@@ -68,5 +68,5 @@ def apart_after_fork() -> Iterator[None]:
         _forks -= 1
 
 
-if hasattr(os, "register_at_fork"):  # whoever calls the fork: multiprocessing, torch's DataLoader and its launcher
+if hasattr(os, "register_at_fork"):  # for any caller of fork: multiprocessing, torch's DataLoader and its launcher
     os.register_at_fork(before=_note, after_in_child=lambda: _own(_before))

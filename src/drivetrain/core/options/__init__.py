@@ -1,1 +1,1 @@
-"""What an option is: its settings, the run that it belongs to, and what options of other groups know of it."""
+"""The option: its settings, its run, and its interface to options of other groups."""

@@ -66,7 +66,7 @@ class BuildContext:
     precision: groups.Precision = field(init=False)
     model: torch.nn.Module = field(init=False)
     model_call: ModelCall = field(init=False)  # how the forward is called with a batch's inputs
-    # What training calls the model with, as `trees.call` does it: for two training samples, where these can be read.
+    # The model's arguments in training, for `trees.call`: of two training samples, if these can be read.
     example: Tree = field(init=False)
     first_call: Callable[[torch.nn.Module, int], tuple[MicroBatch, Tree]] = field(init=False)  # the same for so many samples
     memory_format: torch.memory_format = field(init=False)

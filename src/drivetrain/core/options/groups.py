@@ -238,7 +238,7 @@ class Loss:
         return x
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Return running sums of its named parts since the last log record, 0-d each, which whoever logs them sets to 0."""
+        """Return running sums of its named parts since the last log record, 0-d each; logging sets them to 0."""
         return {}
 
     def keeps(self) -> dict[str, object]:
@@ -428,7 +428,7 @@ class Precision:
     scales_loss = False  # an overflow skips the update
     owns_weights = False  # keeps its own copies of the weights
     divides_weights = False  # can keep copies of a rank's parts of the weights
-    replaces_linears = False  # puts layers of its own in the place of Linear layers
+    replaces_linears = False  # replaces Linear layers by its own
     matmul: str = ""  # what torch.set_float32_matmul_precision is set to; "": nothing
     cudnn = False  # convolutions round their inputs to TensorFloat-32
     frees_weights = False  # frees these copies between updates

@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
-# Hydra 1.4 warns of whoever names the version whose behaviour holds, for which 1.3 asks. OmegaConf 2.4, which comes with it,
+# Hydra 1.4 warns if a version of its behaviour is named, but 1.3 demands it. OmegaConf 2.4, which comes with it,
 # warns of the old name of the function that sets a resolver; the new one is another function in 2.3.
 NEXT = hasattr(hydra.errors, "Hydra15MigrationWarning")
 VERSION_BASE = {} if NEXT else {"version_base": "1.3"}

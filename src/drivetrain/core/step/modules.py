@@ -1,4 +1,4 @@
-"""Puts modules in the place of others. A changed module is a new one, which takes over what the old one holds."""
+"""Replaces modules. A changed module is a new one, which takes over the old one's content."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def taken_over(module: torch.nn.Module, cls: type[M]) -> M:
 
 
 def put_in_place(model: torch.nn.Module, pairs: Iterable[tuple[torch.nn.Module, torch.nn.Module]]) -> None:
-    """Put the second of each pair in the place of the first, wherever the model holds it: the keys of its state dict stay.
+    """Replace the first of each pair by the second, wherever the model holds it: the keys of its state dict stay.
 
     A list, tuple or attribute that holds one of them beside (past torch's registration) gets the new one too. Raises
     ValueError where the model itself is to be replaced.
@@ -51,7 +51,7 @@ def put_in_place(model: torch.nn.Module, pairs: Iterable[tuple[torch.nn.Module, 
 
 
 def replace_parameters(model: torch.nn.Module, new: Mapping[int, torch.nn.Parameter | None]) -> None:
-    """Put others in the place of parameters, by their ids, wherever the model holds them; None: the module is to have none."""
+    """Replace parameters, by their ids, wherever the model holds them; None: the module gets none."""
     for module in model.modules():
         for name, p in module._parameters.items():
             if id(p) in new:
@@ -126,7 +126,7 @@ def unchanged(model: torch.nn.Module, training: bool | None = None) -> Iterator[
 
 @contextmanager
 def buffers_kept(*owners: object) -> Iterator[None]:
-    """At the end of the context the owners that are tensors, and buffers of those that are modules, are as they were before."""
+    """At the end of the context, restore the owners that are tensors, and the buffers of owners that are modules."""
     modules = [m for owner in owners if isinstance(owner, torch.nn.Module) for m in owner.modules()]
     kept = [(m, name, b, b.clone()) for m in modules for name, b in m._buffers.items() if b is not None]
     tensors = [(owner, owner.clone()) for owner in owners if isinstance(owner, torch.Tensor)]

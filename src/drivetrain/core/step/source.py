@@ -27,7 +27,7 @@ class Source(Protocol):
     order: Indices | None = None  # the order that training takes, from (seed, epoch); None: a random permutation
     in_order: bool = False  # a stream: samples are read one after the other
     # (n,) of sequences: the length of each sample, known without reading it (SequenceSource). Where there is a target for each
-    # token, it is the number of those that count in the loss.
+    # token, it is the number of tokens that count in the loss.
     lengths: torch.Tensor | None = None
     groups: torch.Tensor | None = None  # (m,) how many samples each group has, of groups that follow each other (GroupedSource)
 

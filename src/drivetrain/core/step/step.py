@@ -17,7 +17,7 @@ StreamWatcher = Callable[[Stream], Stream]  # wraps the training stream and obse
 class LateAnswer:
     """Whether an update was made, which the device decides. Asking waits until the device has made it, or skipped it.
 
-    Whoever asks an update later waits for nothing as a rule, while the device has that update's forward and backward to do.
+    A question one update later usually waits for nothing, while the device has that update's forward and backward to do.
     """
 
     def __init__(self, overflow: torch.Tensor) -> None:
@@ -51,7 +51,7 @@ class Step(Protocol):
         """Clear the gradients."""
 
     def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
-        """Return the same step with another callable in place of the model's forward."""
+        """Return the same step with another callable instead of the model's forward."""
 
 
 @dataclass(eq=False)

@@ -1,1 +1,1 @@
-"""What a user brings: functions, classes and callbacks of their own, and the state that they keep."""
+"""The user's own functions, classes and callbacks, and the state that they keep."""

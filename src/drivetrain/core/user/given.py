@@ -34,7 +34,7 @@ def objects_in(overrides: Iterable[str]) -> list[str]:
 
 
 def words(overrides: Sequence[str], keywords: Mapping[str, object]) -> tuple[Sequence[str], dict[str, object]]:
-    """The overrides and keywords, with names in place of objects, and trust in the packages of these. Raises UserError."""
+    """The overrides and keywords, with names instead of objects, and trust in the objects' packages. Raises UserError."""
     if isinstance(overrides, str):  # `words_of` refuses it
         return overrides, dict(keywords)
     settings: dict[str, object] = {}

@@ -250,7 +250,7 @@ class Comparison:
     settings: CompareSettings
     environment: JsonObject
     seconds: float
-    subject: str = "{}"  # what a sentence calls a variant, with its label in the place of {}
+    subject: str = "{}"  # a variant's name in sentences, with its label for {}
     target: str | None = None  # such as accuracy>=0.98: the variants are ranked by their time to it
 
     @property
@@ -376,7 +376,7 @@ UNEVEN = 1.3  # times the median that the mean of an update may be off: beyond i
 
 
 def notes_on(variants: Sequence[Variant], verdicts: Sequence[Verdict | None] = ()) -> Iterator[str]:
-    """What the variants do less than they say, which work is not the same for all, and what their verdicts hold for."""
+    """The variants' missing effects, differences in work, and limits of verdicts."""
     yield from (f"{variant.label}: {variant.facts['notice']}" for variant in variants if variant.facts.get("notice"))
     for variant in variants:
         if (steps := [step for block in variant.blocks for step in block.step_s]) and (median := statistics.median(steps)) > 0:

@@ -33,7 +33,7 @@ class FigureSource:
 
     @property
     def name(self) -> str:
-        """What it is called in tables: the key, or the first word of the pattern."""
+        """Its name in tables: the key, or the first word of the pattern."""
         if OF_FILE.fullmatch(self.given):
             return re.split("[:.]", self.given)[-1]
         return next(iter(re.findall(r"[A-Za-z]\w*", self.given)), self.given)

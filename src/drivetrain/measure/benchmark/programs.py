@@ -128,7 +128,7 @@ def _waited_s() -> float:
 
 
 def _git(*command: str, cwd: Path) -> str:
-    """What git prints. Raises UserError."""
+    """The output of git. Raises UserError."""
     done = subprocess.run(["git", *command], cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"git {command[0]}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")

@@ -48,7 +48,7 @@ class VariantSpec(SweepJob):
     composes: Callable[[Sequence[str]], Job] | None = None  # makes its job of overrides, where it is not `prepare_job`
 
     def again(self, words: Sequence[str]) -> Job:
-        """The variant's job with these overrides in place of its own of the same keys. Raises UserError."""
+        """The variant's job with these overrides instead of its own of the same keys. Raises UserError."""
         job, replaced = baseline_job([self]), {key_of(word) for word in words}
         given = [*(word for word in self.overrides if key_of(word) not in replaced), *words]
         try:
@@ -233,7 +233,7 @@ class TrainedRun:
     figures: dict[str, float] = field(default_factory=dict)  # by name
     censored: list[str] = field(default_factory=list)  # figures that are at least so much: the time to a target never reached
     error: str | None = None
-    facts: Facts | None = None  # what else its files say of it
+    facts: Facts | None = None  # further facts from its files
 
 
 TRAINING_LOSS = "training loss"

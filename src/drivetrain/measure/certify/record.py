@@ -194,7 +194,7 @@ class RecordingOptions:
 
 
 def prepared(run: RunSpec, updates: int, **look: Any) -> tuple[RunSpec, RecordingOptions]:
-    """The run that is recorded in place of a run, and how: in float64 with all its techniques, or as plain operations.
+    """The run recorded instead of another, and its form: in float64 with all its techniques, or as plain operations.
 
     Those are in one process. Their micro-batches are those of the run's steps and ranks.
     """
@@ -215,7 +215,7 @@ class TracingStep(WrappingStep):
         self.noise = RandomRounding(look.roundoff, look.seed) if look.roundoff else None
         self.number = self.attempt = 1  # of the update; of attempts those that were skipped count too
         self.rows: dict[Key, list[TracedRows]] = {}
-        self.batches: list[tuple[int, torch.Tensor]] = []  # of the update so far: samples, and the indices of those that count
+        self.batches: list[tuple[int, torch.Tensor]] = []  # of the update so far: samples, and the indices of counted ones
         self.before: float | None = None  # the running sum of losses before this update, once that has begun
         evaluator, batches = trainer.evaluator, EVALUATED_BATCHES * trainer.batch.accumulation_steps
         self.trainer = replace(

@@ -64,7 +64,7 @@ def _read(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> tu
 
 
 def _rows(both: Sequence[RunFiles]) -> list[tuple[str, ...]]:
-    """Where the configs differ, and the results of those that are runs: the report's table, a row a column."""
+    """The differences of the configs, and the results of runs among them: the report's table, a row a column."""
     found = run_table.table(both, None)
     columns = dict(zip(found.header, zip(*found.texts(), strict=True), strict=True))
     columns["device"] = tuple(str(run.result.device_name or run.result.device) if run.result else "–" for run in both)

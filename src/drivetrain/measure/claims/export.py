@@ -97,7 +97,7 @@ def of_the_run(row: Row, base: Row) -> list[str]:
     if row.run_s is None or base.run_s is None or row.run_updates is None:
         return []
     lines = [
-        f"the run of {row.run_updates:,} updates takes {row.run_s:,.1f} s, start-up included, in place of {base.run_s:,.1f} s"
+        f"the run of {row.run_updates:,} updates takes {row.run_s:,.1f} s, start-up included, instead of {base.run_s:,.1f} s"
     ]
     if (uncompiled := row.first_pays_after) is not None:
         lines.append(f"it pays after {uncompiled:,} updates where its kernels are not compiled yet, as in a first run")

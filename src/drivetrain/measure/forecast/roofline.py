@@ -126,7 +126,7 @@ def known(name: str) -> DeviceLimits:
 
 
 def host_note(name: str) -> str:
-    """What the time of a launch on a device of the table rests on."""
+    """The basis of the launch time on a device of the table."""
     kind, host = "as seen on one machine" if name in SEEN_HOST_S else "assumed, not seen", SEEN_HOST_S.get(name, HOST_S)
     return f"the host takes {1e6 * host.low:.0f} to {1e6 * host.high:.0f} µs for an operation, {kind}: another host differs"
 
@@ -187,7 +187,7 @@ def step_time(
         limits[limit] += seconds.value
         phases[operation.phase] += seconds.value
         measured += seconds.value if operation.signature in timed else 0.0
-        # What was measured here has the dispatcher's time in it already, and Python's is added.
+        # Times measured here already include the dispatcher's, and Python's is added.
         queued = device.view_s if operation.kind == "view" else device.host_s
         host += queued.times(times).times(compiled.host if operation.phase != "update" else ONE)
     whole = work.at_least(host) if device.asynchronous else work + host  # the host queues operations while the device works

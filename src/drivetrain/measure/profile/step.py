@@ -38,7 +38,7 @@ MAX_SLOWER = 4  # times the wanted seconds, where other work has the cores
 
 
 class Turn(NamedTuple):
-    """What one of several looks at updates shows of the machine and of the wait for data."""
+    """The machine and the wait for data, by one of several looks at updates."""
 
     step_s: float  # of an update as it is, unwatched
     flops: float  # a second, of the device's matrix products in the format of the step

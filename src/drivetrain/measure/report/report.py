@@ -80,7 +80,7 @@ def summarize_repeats(runs: Sequence[RunFiles], target: Target = None) -> sheet.
 
 
 def _repeated(places: Sequence[tuple[int, int]]) -> str:
-    """What differs between runs of one config, in a word."""
+    """The difference between runs of one config, in a word."""
     seeds, folds = (len({place[n] for place in places}) > 1 for n in (0, 1))
     return "runs" if seeds and folds else "folds" if folds else "seeds"
 

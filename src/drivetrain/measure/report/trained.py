@@ -1,4 +1,4 @@
-"""What `drivetrain.train` returns: a run's result, its model and its page."""
+"""The return value of `drivetrain.train`: a run's result, its model and its page."""
 
 from __future__ import annotations
 

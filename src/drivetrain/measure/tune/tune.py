@@ -198,7 +198,7 @@ class TuneSettings:
     quality: bool = True  # train the winner and the original run to their ends, if the budget is enough for it
     seeds: Count = 5
     lr_updates: Count = 150  # of the range test
-    target: str | None = None  # such as accuracy>=0.98: search the global batch that reaches it soonest, in place of speed
+    target: str | None = None  # such as accuracy>=0.98: search the global batch that reaches it soonest, instead of speed
 
 
 def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
@@ -263,7 +263,7 @@ class Tuning:
         return base, [s for s in composed if s.job is not None and (s.job.composed.choices, s.job.composed.plain) != now]
 
     def run(self, title: str, propose: Propose) -> None:
-        """Compare a stage's candidates with the current run, and accept the fastest of those that are likely faster."""
+        """Compare a stage's candidates with the current run, and accept the fastest of the likely faster ones."""
         base, specs = self.candidates(propose)
         if not specs:
             return
