@@ -7,6 +7,8 @@ import json
 import multiprocessing
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -307,6 +309,18 @@ def test_a_full_disk_is_told_with_the_file_that_it_has_no_room_for(tmp_path, mon
     with pytest.raises(OSError, match="No space left") as refused:
         files.write_text(tmp_path / "out.csv", "a")
     assert refused.value.filename == str(tmp_path / "out.csv")
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
+def test_a_run_that_cannot_print_its_recipe_leaves_nothing(tmp_path):
+    """Standard output is a file on a full disk; the folder would hold the space that a run reserves."""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "drivetrain", "train", *TINY], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert done.returncode == 1
+    assert b"error: what this command writes cannot be written: No space left on device" in done.stderr
     assert [*tmp_path.iterdir()] == []
 
 

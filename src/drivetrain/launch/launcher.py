@@ -153,7 +153,7 @@ def _launch(job: Job, run_dir: Path | None, quiet: bool, stop: StopFlag) -> Resu
     try:
         with directory.locked(run_dir):
             result = _launch_in(run_dir, job, world, quiet, stop)
-    except (NoRoom, KeyboardInterrupt):
+    except (OSError, NoRoom, KeyboardInterrupt):  # OSError: standard output is a file on a full disk
         if is_new and not (run_dir / "metrics.jsonl").exists():  # nothing was trained
             directory.remove(run_dir)
         raise
