@@ -294,9 +294,7 @@ def test_a_wrong_file_is_named(name: str, text: str, says: str, installed: Path,
         assert says in said
 
 
-@pytest.mark.parametrize(
-    ("module", "says"), [("not_there", "package not_there is missing"), ("email", "email has no folder conf/")]
-)
+@pytest.mark.parametrize(("module", "says"), [("not_there", "no package not_there"), ("email", "email has no folder conf/")])
 def test_an_entry_point_without_options(
     module: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

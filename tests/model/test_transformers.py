@@ -312,7 +312,7 @@ def _set(path, **values):
         (lambda path: path.write_bytes(b" " * (65 << 20)), "config.json cannot be read: it is larger than 64 MB"),
         (lambda path: (path.unlink(), path.mkdir()), "config.json cannot be read: it is no ordinary file"),
         (lambda path: (path.unlink(), os.mkfifo(path)), "config.json cannot be read: it is no ordinary file"),
-        (lambda path: (path.parent / "adapter_config.json").write_text("{}"), "is an adapter beside the model's own weights"),
+        (lambda path: (path.parent / "adapter_config.json").write_text("{}"), "is an adapter next to the model's own weights"),
     ],
 )  # fmt: skip
 def test_a_folder_of_a_stranger_says_what_is_wrong_with_it(folder, spoil, says):

@@ -81,7 +81,7 @@ class Lora(Adapter):
         if run.model.freeze or run.model.unfreeze:
             yield (
                 f"{name} freezes all of the model's own parameters, so that model.freeze and model.unfreeze have nothing to say: "
-                "leave them out, and name in adapter.train_also what is to train beside the adapters"
+                "leave them out, and name in adapter.train_also further parameters to train"
             )
         if run.optimizer.for_whole_weights:
             yield (
@@ -132,7 +132,7 @@ class Lora(Adapter):
             put_in_place(model, new.items())
         added = sum(p.numel() for name, p in model.named_parameters() if low_rank.is_adapters(name))
         yield (
-            f"{len(chosen)} linear layers have adapters of rank {self.rank}: {added:,} parameters beside the model's own {own:,}"
+            f"{len(chosen)} linear layers have adapters of rank {self.rank}: {added:,} parameters, next to the model's {own:,}"
         )
         if self.weights is not None:
             keys = ("rank", "alpha", "scale", "init")
@@ -140,7 +140,7 @@ class Lora(Adapter):
             yield layers.load_peft(model, expanded(self.weights), settings)
 
     def trained_whole(self, model: torch.nn.Module) -> set[str]:
-        """Return the modules whose own parameters train beside the adapters."""
+        """Return the modules whose own parameters train in addition to the adapters."""
         kept = set(self.frozen(model))
         return {name.rpartition(".")[0] for name, _ in model.named_parameters() if name not in kept}
 

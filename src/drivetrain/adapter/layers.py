@@ -1,7 +1,7 @@
 """Linear layers with low-rank adapters, the layers of a model that get one, and their files, which are those of peft.
 
 A layer with an adapter takes the place of the model's own and holds its weight, under the same name: files of weights fit as
-before, and a checkpoint has the adapter's tensors beside it (core/step/low_rank.py).
+before, and a checkpoint has the adapter's tensors in addition (core/step/low_rank.py).
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ exit codes of programs: 0 better (or as good) · 1 the first program failed · 2
 certify = measuring("certify", "certify.certify:command", """\
 drivetrain certify [group=option] [key=value] … [against [group=option] …]     is this the same mathematics?
 
-  drivetrain certify recipe=fast                          beside the same run without its exact and close techniques
+  drivetrain certify recipe=fast                          against the same run without its exact and close techniques
   drivetrain certify model=gpt task=language_modelling data=stdlib precision=bf16 against precision=fp32
   drivetrain certify model=mlp parallel=ddp batch=accumulate against parallel=single batch=fixed
 

@@ -264,7 +264,7 @@ def _of_recipe(recipe: Recipe, choices: _Choices) -> JsonObject:
 
 
 def _with_preset(choices: _Choices, config_dirs: Sequence[str]) -> tuple[JsonObject, JsonObject, JsonObject]:
-    """The config of these options and of what the task sets beside them, only to be read; all options; the defaults.
+    """The config of these options and of the task's further settings, read-only; all options; the defaults.
 
     The task's own values hold for a group whose option is the one that the task was written for.
     """

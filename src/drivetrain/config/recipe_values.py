@@ -1,4 +1,4 @@
-"""The values of a recipe that hold beside what the command line chose."""
+"""The values of a recipe that still hold next to the command line's choices."""
 
 from __future__ import annotations
 

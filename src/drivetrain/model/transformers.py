@@ -227,7 +227,7 @@ class Transformers(Model):
             raise UserError(f"model.name={name} has no config.json: give a folder that save_pretrained wrote")
         if self.pretrained and (adapter := self._file("adapter_config.json")).exists():
             raise UserError(
-                f"{adapter} is an adapter beside the model's own weights: move it and adapter_model.safetensors to a folder of "
+                f"{adapter} is an adapter next to the model's own weights: move it and adapter_model.safetensors to a folder of "
                 "their own, which adapter.weights may name"
             )
         return _config_of(_read(file), f"model.name={name}", self.config)
