@@ -25,7 +25,7 @@ from drivetrain.engine.evaluator import Evaluator
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch.job import prepare
 from drivetrain.model.nets import Mlp, ResNet9
-from drivetrain.optimizer import flat, packages, torch_optim, torch_wrappers
+from drivetrain.optimizer import Optimizer, flat, packages, torch_optim, torch_wrappers
 from drivetrain.optimizer import muon as muon_options
 from drivetrain.optimizer import timm as by_timm
 from drivetrain.optimizer.algorithms.flat_optimizer import ScheduleFree
@@ -466,6 +466,7 @@ def test_unset_forms_take_the_fastest() -> None:
     assert torch_optim.AdamW().implementation("cpu", 10**9) == "fused"
     assert torch_optim.AdamW(foreach=True).implementation("cuda", 10) == "foreach"
     assert torch_optim.AdamW(fused=False, foreach=False).implementation("cuda", 10) == "loop"
+    assert Optimizer(lr=0.1, weight_decay=0.0).implementation("cuda", 10) == "loop"
     assert torch_optim.RmsProp().implementation("cuda", 10**9) == "foreach"
     assert torch_optim.RmsProp().implementation("cpu", 10**4) == "foreach"
     assert torch_optim.RmsProp().implementation("cpu", 10**9) == "loop"  # measured: on a CPU many tensors leave the cache

@@ -14,7 +14,6 @@ class SignSgdOption(Optimizer):
     """The sign of the momentum."""
 
     elementwise = True  # an element's update needs only that element's gradient, so fsdp may split a weight anywhere
-    has_foreach = False  # no multi-tensor form: optimizer.foreach=true is refused
     lr: Positive = 0.001
     weight_decay: NonNegative = 0.0
     momentum: Momentum = 0.9

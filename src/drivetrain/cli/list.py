@@ -102,7 +102,7 @@ def _show_option(group: str, option: str, file: Path) -> None:
     place = f"{group}.{option}" if group in catalog.LISTS else group
     override = f"{group}={f'[{option}]' if group in catalog.LISTS else option}"
     package = catalog.target(file).partition(".")[0]
-    not_read = f"its code is not imported here: see drivetrain show {override} 'trust=[{package}]'"
+    not_read = f"its code is not imported here: see drivetrain show {override} 'trust=[{package}]' --config-dir …"
     echo(f"{override}: {catalog.summary(file)}")
     echo("".join(f"    {name}: {text}\n" for name, text in (
         ("when", catalog.when(file)), ("effect", f"{effect}{f' ({changes})' if changes else ''}" if effect != "–" else not_read),

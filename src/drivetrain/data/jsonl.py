@@ -292,7 +292,7 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f'{where}: not JSON: {error}: each line must be an object such as {{"{self.text}": "…"}} '
-                "(data=text reads plain text)"
+                "(data=text reads plain text, data=tabular a table)"
             ) from None
         if not isinstance(entry, dict):
             raise DataError(f"{where}: {type(entry).__name__}, but each line must be an object with the key {self.text}")

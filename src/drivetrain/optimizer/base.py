@@ -37,7 +37,7 @@ class Optimizer(Hyperparameters):
     key_effects: ClassVar[Mapping[str, Effect]] = {"fused": "close", "foreach": "close"}
     fused_on: ClassVar[tuple[str, ...]] = ()  # device types that are known to have a fused implementation
     torch_name: ClassVar[str | None] = None  # the class of torch.optim whose fused implementation it uses; None: its own, or none
-    has_foreach: ClassVar[bool] = True
+    has_foreach: ClassVar[bool] = False
     in_chunks: ClassVar[bool] = False  # True if its foreach implementation works on chunks that fit a CPU's cache
 
     def resolve(self, run: RunSpec) -> Self:

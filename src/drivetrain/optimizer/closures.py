@@ -17,7 +17,6 @@ class Lbfgs(Optimizer):
     """L-BFGS (Liu & Nocedal 1989; torch.optim.LBFGS): up to `max_iter` steps along estimated Newton directions in each update."""
 
     takes_closure = True
-    has_foreach = False
     step_waits = "its line search reads each loss"
     lr: Positive = 1.0
     weight_decay: NonNegative = 0.0

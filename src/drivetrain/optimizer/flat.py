@@ -20,7 +20,7 @@ class Layerwise(Optimizer):
     """Applies trust ratios to the parameters that would decay, even if `weight_decay` is 0: not to norms and biases."""
 
     by_norms = True
-    in_chunks = True
+    has_foreach = in_chunks = True
 
     def group_settings(self, model: torch.nn.Module) -> GroupSettings:
         return lambda name, decayed: {"adapt": decayed}
@@ -80,7 +80,7 @@ class NovoGrad(Optimizer):
     """Layer-wise second moments (Ginsburg et al. 2019): drivetrain.optimizer.algorithms.layerwise_optimizer has the formulas."""
 
     by_norms = True
-    in_chunks = True
+    has_foreach = in_chunks = True
     lr: Positive = 0.02
     weight_decay: NonNegative = 1e-3
     beta1: Momentum = 0.95
@@ -100,7 +100,7 @@ class Lion(Optimizer):
 
     decays_by_lr = True
     elementwise = True
-    in_chunks = True
+    has_foreach = in_chunks = True
     lr: Positive = 0.001
     weight_decay: NonNegative = 0.1
     beta1: Momentum = 0.9
@@ -121,7 +121,7 @@ class ScheduleFree(Optimizer):
 
     elementwise = True
     decays_by_lr = True
-    in_chunks = True
+    has_foreach = in_chunks = True
     lr: Positive = 2.5e-3
     weight_decay: NonNegative = 0.01
     beta1: Annotated[float, Gt(0), Lt(1)] = 0.9

@@ -41,7 +41,7 @@ class Muon(Optimizer):
     """
 
     decays_by_lr = True
-    by_parameter = True
+    by_parameter = has_foreach = True
     fused_on, torch_name = ("cpu", "cuda"), "AdamW"
     for_whole_weights = True
     lr: Positive = 0.02

@@ -21,7 +21,6 @@ class Apex(Optimizer):
     apex_name: ClassVar[str]
     alternative: ClassVar[str]  # the most similar option without apex
     fused_on = ("cuda",)
-    has_foreach = False
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
@@ -120,7 +119,6 @@ class AdamW8bit(Optimizer):
 
     decays_by_lr = True
     by_parameter = True
-    has_foreach = False
     needs_real_tensors = "a compiler generates and runs its code for a device"
     fused_on = ("cuda",)
     lr: Positive = 3e-3
@@ -158,7 +156,6 @@ class Shampoo(Optimizer):
 
     decays_by_lr = True
     by_parameter = True
-    has_foreach = False
     states = 2
     step_waits = "the roots are iterated to an accuracy that the host reads"
     needs_real_tensors = "the roots are iterated until they are accurate"
@@ -216,7 +213,6 @@ class Soap(Optimizer):
 
     decays_by_lr = True
     by_parameter = True
-    has_foreach = False
     states = 2
     lr: Positive = 0.003
     weight_decay: NonNegative = 0.01

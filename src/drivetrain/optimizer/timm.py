@@ -22,7 +22,7 @@ class TimmOptimizer(Optimizer):
     """Any optimizer of timm.optim by name, with any of its arguments in `kwargs`. The parameter groups are drivetrain's."""
 
     decays_by_lr = True
-    by_parameter = True
+    by_parameter = has_foreach = True
     fused_on = ("cpu", "cuda")  # if the optimizer is torch's: `validate_device` asks the optimizer itself
     lr: Positive = 0.003
     weight_decay: NonNegative = 0.01

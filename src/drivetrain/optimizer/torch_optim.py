@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 class TorchOptimizer(Optimizer):
     """The base of the options that build a class of torch.optim."""
 
+    has_foreach = True
     torch_name: ClassVar[str]
 
     def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
