@@ -311,7 +311,10 @@ def pack(work: Work, folder: Path) -> None:
     folder.mkdir()
     x = torch.randint(256, (work.samples, *work.shape), dtype=torch.uint8)
     source = Tensors(x, torch.arange(work.samples) % work.classes)
-    splits = Splits(source, Tensors(x[:8], source.y[:8]), work.shape, work.classes, Normalize([127.0] * 3, [70.0] * 3))
+    splits = Splits(
+        train=source, test=Tensors(x[:8], source.y[:8]), shape=work.shape, classes=work.classes,
+        normalize=Normalize([127.0] * 3, [70.0] * 3),
+    )  # fmt: skip
     packed.pack(splits, folder, packed.Raw(), work.shape, "", 8, lambda *_: None)
 
 

@@ -142,8 +142,9 @@ def test_a_kept_file_is_an_ordinary_one(tmp_path: Path, make: Callable[[Path], A
 def splits(name: str, text: str, **others: Any) -> Splits:
     """The data of a run that keeps this file."""
     return Splits(
-        NoSamples(), NoSamples(), others.pop("shape", (8,)), others.pop("classes", 2), None, files={name: text}, **others
-    )
+        train=NoSamples(), test=NoSamples(), shape=others.pop("shape", (8,)), classes=others.pop("classes", 2), normalize=None,
+        files={name: text}, **others,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def packed(folder: Path, images: np.ndarray) -> None:
     folder.mkdir()
     x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
     source = Tensors(x, torch.arange(len(x)) % 2)
-    splits = Splits(source, source, tuple(x.shape[1:]), 2, Normalize([127.0] * 3, [70.0] * 3))
+    splits = Splits(train=source, test=source, shape=tuple(x.shape[1:]), classes=2, normalize=Normalize([127.0] * 3, [70.0] * 3))
     packed.pack(splits, folder, packed.Raw(), splits.shape, "", 1, lambda *_: None)
 
 

@@ -38,11 +38,12 @@ if TYPE_CHECKING:
     import pyarrow as pyarrow
     import torch as torch
     from pyarrow import compute, csv
+    from torch.utils import _pytree
 
-    arrow_compute, arrow_csv = compute, csv
+    arrow_compute, arrow_csv, pytree = compute, csv, _pytree
 else:
     arrow_compute, arrow_csv = _Lazy("pyarrow.compute"), _Lazy("pyarrow.csv")
-    numpy, pyarrow, torch = _Lazy("numpy"), _Lazy("pyarrow"), _Lazy("torch")
+    numpy, pyarrow, torch, pytree = _Lazy("numpy"), _Lazy("pyarrow"), _Lazy("torch"), _Lazy("torch.utils._pytree")
 
 
 def start_autograd_engine() -> None:

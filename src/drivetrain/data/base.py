@@ -64,21 +64,13 @@ S = TypeVar("S", bound=Source)
 K = TypeVar("K")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Splits(groups.Splits):
     """The loaded data, with its other sources, and all that a run keeps of it."""
 
-    train: Source
     test: Source | Mapping[str, Source]  # several have names
-    shape: Any
-    classes: int
     normalize: Normalize | None
-    names: Sequence[str] | None = None
     dtype: torch.dtype | None = None  # of the inputs, where they are not floats
-    vocabulary: int | None = None
-    mask_token: int | None = None
-    pad_token: int | None = None
-    token_bytes: torch.Tensor | None = None
     units: Units | None = None  # of target values that were standardised
     files: Mapping[str, str] = field(default_factory=dict)  # name → text, kept in the run's directory: a tokenizer, …
     example: Tree | None = None  # the inputs of two samples; None: of this shape and type

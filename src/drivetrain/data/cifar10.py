@@ -107,7 +107,7 @@ class Cifar10(Data):
         count = len(y) - len(batches[-1][1])  # the test's are the last
         train, test = Tensors(x[:count], y[:count]), Tensors(x[count:], y[count:])
         normalize = measure_normalization(train.x) if self.normalize else Normalize([0.0] * 3, [1.0] * 3)
-        return Splits(train, test, self.shape(), len(NAMES), normalize, NAMES)
+        return Splits(train=train, test=test, shape=self.shape(), classes=len(NAMES), normalize=normalize, names=NAMES)
 
 
 def _find(root: Path) -> tuple[Version, Path] | None:

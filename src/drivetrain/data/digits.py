@@ -76,8 +76,9 @@ class Digits(HeldOut[Tensors, None, Tensors]):
         normalize = measure_normalization(x[train]) if self.normalize else Normalize([0.0], [1.0])
         names = None if self.classes is None else [str(digit) for digit in chosen]
         return Splits(
-            Tensors(x[train], number[train]), Tensors(x[test], number[test]), self.shape(), len(chosen), normalize, names
-        )
+            train=Tensors(x[train], number[train]), test=Tensors(x[test], number[test]), shape=self.shape(),
+            classes=len(chosen), normalize=normalize, names=names,
+        )  # fmt: skip
 
 
 def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +149,10 @@ class DigitScenes(HeldOut[Tensors, None, Tensors]):
             names = ["background", *names]
         normalize = measure_normalization(sources[0].x) if self.normalize else None
         validation = sources[2] if samples else None
-        return Splits(sources[0], sources[1], self.shape(), len(names), normalize, names, validation=validation)
+        return Splits(
+            train=sources[0], test=sources[1], shape=self.shape(), classes=len(names), normalize=normalize, names=names,
+            validation=validation,
+        )  # fmt: skip
 
     def _scenes(self, digits: torch.Tensor, classes: torch.Tensor, count: int, split: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `count` images (n, 1, 24, 24) uint8 and their labels (n, 10) or masks (n, 24, 24)."""

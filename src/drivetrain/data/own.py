@@ -96,8 +96,8 @@ class OwnDataset(Data):
             example = normalize(values) if images is None else {**example, images: normalize(values)}
         shape = map_tensors(lambda t: tuple(t.shape[1:]), example)
         return Splits(
-            train, of["test"], shape, classes, normalize, list(names or ()) if named else None, example=example, images=images,
-            validation=of["validation"],
+            train=train, test=of["test"], shape=shape, classes=classes, normalize=normalize,
+            names=list(names or ()) if named else None, example=example, images=images, validation=of["validation"],
         )  # fmt: skip
 
     def several(self, split: str) -> Mapping[str, object]:

@@ -113,7 +113,10 @@ class Packed(Data):
         )
         normalize = Normalize(**index["normalize"]) if index["normalize"] else None
         validation = dict(zip(own, others, strict=True))
-        return Splits(train, test, shape, index["classes"], normalize, index["names"], validation=validation)
+        return Splits(
+            train=train, test=test, shape=shape, classes=index["classes"], normalize=normalize, names=index["names"],
+            validation=validation,
+        )  # fmt: skip
 
 
 def open_split(root: Path, index: dict[str, Any], split: str, shape: tuple[int, ...], max_pixels: int, verify: bool) -> RawImages:

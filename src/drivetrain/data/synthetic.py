@@ -76,4 +76,7 @@ class Synthetic(Data):
             return Tensors(x, torch.randint(self.classes, (n,), generator=generator, device=device))
 
         dtype = torch.int64 if self.tokens else None
-        return Splits(make(self.samples), make(self.test_samples), self._shape, self.classes, None, dtype=dtype)
+        return Splits(
+            train=make(self.samples), test=make(self.test_samples), shape=self._shape, classes=self.classes, normalize=None,
+            dtype=dtype,
+        )  # fmt: skip

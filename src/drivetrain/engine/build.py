@@ -55,6 +55,7 @@ from drivetrain.loss.embedding import ComparingLoss
 from drivetrain.metrics import Metric
 from drivetrain.model import Model
 from drivetrain.optimizer import Optimizer
+from drivetrain.optimizer.algorithms.muon import ChainedOptimizer
 from drivetrain.parallel import Parallel
 from drivetrain.precision import Precision
 from drivetrain.runtime import Runtime
@@ -121,8 +122,10 @@ def build(context: RunContext, log_writers: Sequence[LogWriter], before: Previou
     # The optimizer comes after every edit that may replace or move parameters; the average after the weights are final.
     with parallel.plain_parameters(model):
         phases = context.phases = phased_step.build(context)
-        optimizer = context.optimizer = (
-            phased_step.chained(phases) if phases else precision.build_optimizer(Optimizer.of(run), context)
+        optimizer = context.optimizer = (  # of phases those of all as one, for schedules and checkpoints
+            ChainedOptimizer(*(phase.optimizer for phase in phases))
+            if phases
+            else precision.build_optimizer(Optimizer.of(run), context)
         )
         ema = Ema.of(run).build(context)
     scheduler = Scheduler.of(run).build(context)

@@ -15,7 +15,6 @@ from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.step.step import Step
 from drivetrain.engine.context import RunContext
 from drivetrain.optimizer import Optimizer
-from drivetrain.optimizer.algorithms.muon import ChainedOptimizer
 from drivetrain.precision.base import Precision
 
 
@@ -64,11 +63,6 @@ def build(context: RunContext) -> list[BuiltPhase]:
             total = torch.zeros((), device=context.device)
             built.append(BuiltPhase(name, given.every, own, optimizer, of_phase, clip.build(context), total))
     return built
-
-
-def chained(phases: Sequence[BuiltPhase]) -> torch.optim.Optimizer:
-    """Return the optimizers of the phases as one, for schedules and checkpoints."""
-    return ChainedOptimizer(*(phase.optimizer for phase in phases))
 
 
 @dataclass(eq=False)

@@ -210,11 +210,11 @@ def recall(about: JsonMapping, run_dir: Path) -> Splits:
     normalize, example = about["normalize"], about["inputs"] and _read_tree(about["inputs"], 2)
     units = about.get("units")
     return Splits(
-        NoSamples(),
-        NoSamples(),
-        tuple(about["shape"]) if example is None else map_tensors(lambda t: tuple(t.shape[1:]), example),
-        about["outputs"],
-        normalize and Normalize(normalize["mean"], normalize["std"]),
+        train=NoSamples(),
+        test=NoSamples(),
+        shape=tuple(about["shape"]) if example is None else map_tensors(lambda t: tuple(t.shape[1:]), example),
+        classes=about["outputs"],
+        normalize=normalize and Normalize(normalize["mean"], normalize["std"]),
         names=about["classes"],
         dtype=about["dtype"] and getattr(torch, about["dtype"]),
         vocabulary=about["vocabulary"],

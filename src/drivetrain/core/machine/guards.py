@@ -12,12 +12,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drivetrain.core.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
+from drivetrain.core.lazy import torch
 
 MOUNT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -101,8 +99,6 @@ def memory_bytes() -> int:
 
 def device_bytes(device: torch.device) -> int | None:
     """The memory of an accelerator; None for a CPU, or where the device does not report it."""
-    import torch
-
     try:
         return int(torch.get_device_module(device).mem_get_info(device)[1])
     except (AttributeError, RuntimeError, AssertionError):  # MPS has no such function; a torch without this kind of device

@@ -159,15 +159,15 @@ def _of_process() -> list[_Setting]:
         _Setting(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, True),
         _Setting(_precisions, _set_precisions, ("highest", True, PRECISIONS)),
         *(_Setting(getattr(conversions, f"get_{name}"), getattr(conversions, f"set_{name}"), False) for name in converting),
-        _Setting(_anomaly, lambda given: torch.set_anomaly_enabled(*given), (False, True)),
+        _Setting(
+            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            lambda given: torch.set_anomaly_enabled(*given),
+            (False, True),
+        ),
         _Setting(torch._C._check_sparse_tensor_invariants, torch._C._set_check_sparse_tensor_invariants, False),
         _Setting(torch.is_warn_always_enabled, torch.set_warn_always),
         _Setting(shown.copy, shown.update),
     ]
-
-
-def _anomaly() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
 
 def _of_thread() -> list[_Setting]:

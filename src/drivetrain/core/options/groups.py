@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from drivetrain.core.lazy import torch
@@ -484,17 +485,18 @@ class Scheduler:
         """True if the learning rate stays after its warm-up."""
 
 
+@dataclass(kw_only=True)
 class Splits:
     """The loaded data: its samples, and what a model must know of them."""
 
     train: Source
     shape: Any  # of one input, tuple[int, ...]; where inputs are a tree, the same tree of their shapes
     classes: int  # of the model's outputs: classes, labels or values
-    names: Sequence[str] | None  # of the classes, where they have names
-    vocabulary: int | None  # of the inputs, where they are tokens; None: that of the outputs
-    mask_token: int | None  # that hides a token from the model, where its own tokenizer has one
-    pad_token: int | None  # that texts are padded with, where their tokens are those of the model's own tokenizer
-    token_bytes: torch.Tensor | None  # (vocabulary,) the bytes of text of each target token; None: a token is a byte
+    names: Sequence[str] | None = None  # of the classes, where they have names
+    vocabulary: int | None = None  # of the inputs, where they are tokens; None: that of the outputs
+    mask_token: int | None = None  # that hides a token from the model, where its own tokenizer has one
+    pad_token: int | None = None  # that texts are padded with, where their tokens are those of the model's own tokenizer
+    token_bytes: torch.Tensor | None = None  # (vocabulary,) the bytes of text of each target token; None: a token is a byte
 
     @abstractmethod
     def two_samples(self, device: torch.device) -> Tree:

@@ -83,12 +83,9 @@ class ModelCall:
             names = ", ".join(name for name, _ in named_leaves(x))
             raise UserError(
                 f"{type(model).__name__}.forward cannot take the inputs of a sample ({names}) as {_AS[self.how]}: {error}. "
-                f"Change the forward's arguments or the samples, or set forward_input to {_others(self.how)}"
+                f"Change the forward's arguments or the samples, or set forward_input to "
+                f"{' or '.join(how for how in _AS if how != self.how)}"
             ) from None
 
 
 _AS = {"keywords": "keywords", "positions": "positions", "one": "one argument"}
-
-
-def _others(how: str) -> str:
-    return " or ".join(other for other in _AS if other != how)

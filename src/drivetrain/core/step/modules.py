@@ -7,15 +7,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.step import streams
 from drivetrain.core.step.trees import Tree, call, described
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 M = TypeVar("M", bound="torch.nn.Module")
 CONTAINERS = (list, dict, set, deque)
@@ -58,7 +55,9 @@ def replace_parameters(model: torch.nn.Module, new: Mapping[int, torch.nn.Parame
                 module._parameters[name] = new[id(p)]
 
 
-def run_once(model: torch.nn.Module, example: Tree, hooks: Sequence[RemovableHandle] = (), *, training: bool = False) -> Tree:
+def run_once(
+    model: torch.nn.Module, example: Tree, hooks: Sequence[torch.utils.hooks.RemovableHandle] = (), *, training: bool = False
+) -> Tree:
     """Run one forward, by default in evaluation mode, and then remove the hooks. Modes, buffers and random streams stay.
 
     It computes gradients only where the forward needs them. Raises UserError where the model cannot take the example.

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, Self
+from contextlib import ExitStack
+from typing import Protocol, Self
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.order import Indices, index_of
-
-if TYPE_CHECKING:
-    from contextlib import ExitStack
-
-    from drivetrain.core.step.microbatch import Request
-    from drivetrain.core.step.trees import Tree
-    from drivetrain.core.world import World
+from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.trees import Tree
+from drivetrain.core.world import World
 
 
 class Source(Protocol):

@@ -12,13 +12,11 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.step import rng
-
-if TYPE_CHECKING:
-    import numpy as np
 
 MOST = 10_000  # objects that are looked at for generators
 ITEMS = 64  # of each container
@@ -169,8 +167,6 @@ class NumpyGeneratorStream:
 @functools.cache
 def of_process() -> Sequence[RandomStream]:
     """Return the three streams of this process: torch's of the CPU, numpy's and Python's."""
-    import numpy as np
-
     python: Any = random
     legacy: Any = np.random.mtrand
     return [TorchStream(torch.random.default_generator), NumpyStream(legacy._rand), PythonStream(python._inst)]
@@ -178,8 +174,6 @@ def of_process() -> Sequence[RandomStream]:
 
 def kept_by(*roots: object) -> list[RandomStream]:
     """Return the generators that objects keep: as attributes, in containers, closures, partials, and globals of their code."""
-    import numpy as np
-
     kinds: list[tuple[type, type]] = [
         (torch._C.Generator, TorchStream), (np.random.RandomState, NumpyStream), (np.random.Generator, NumpyGeneratorStream),
         (random.Random, PythonStream),
@@ -255,8 +249,6 @@ def seed_all(number: int) -> None:
 
 def state() -> dict[str, torch.Tensor]:
     """Return the state of all streams of this process, as tensors: a checkpoint holds nothing else."""
-    import numpy as np
-
     _, words, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=True)
     _, key, *rest, number = legacy
@@ -271,8 +263,6 @@ def state() -> dict[str, torch.Tensor]:
 
 def restore(saved: Mapping[str, torch.Tensor]) -> None:
     """Restore a `state()`."""
-    import numpy as np
-
     torch.set_rng_state(saved["cpu"])
     *key, position, has, number = saved["numpy"].tolist()
     np.random.set_state(("MT19937", np.array(key, np.uint32), position, has, np.int64(number).view(np.float64)))

@@ -23,11 +23,9 @@ def send(tree: Tree, device: torch.device) -> Tree:
     """
     if not has_streams(device):
         return trees.to(tree, device)
-    return trees.map_tensors(lambda tensor: _send_through_pinned_memory(tensor, device), tree)
-
-
-def _send_through_pinned_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.to(device) if tensor.device.type != "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return trees.map_tensors(
+        lambda t: t.to(device) if t.device.type != "cpu" else t.pin_memory().to(device, non_blocking=True), tree
+    )
 
 
 class Tensors(Source):

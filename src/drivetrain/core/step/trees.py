@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
-from drivetrain.core.lazy import torch
+from drivetrain.core.lazy import pytree, torch
 
 Tree = Any  # a torch.Tensor, or a pytree of them
 Forward = Callable[[Tree], Tree]  # of a model, with a batch's inputs
@@ -23,11 +23,9 @@ def _no_leaf(node: object) -> bool:
     """Return False, and make a node of a dataclass of the user's before torch takes it for a leaf."""
     kind = type(node)
     if kind not in _seen:
-        from torch.utils import _pytree
-
         _seen.add(kind)
-        if is_dataclass(kind) and kind not in _pytree.SUPPORTED_NODES:
-            _pytree.register_dataclass(kind)
+        if is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES:
+            pytree.register_dataclass(kind)
     return False
 
 
@@ -35,9 +33,7 @@ def map_tensors(function: Callable[[torch.Tensor], object], tree: Tree) -> Tree:
     """Return the tree with `function` applied to each of its tensors."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
-    from torch.utils._pytree import tree_map_only
-
-    return tree_map_only(torch.Tensor, function, tree, is_leaf=_no_leaf)
+    return pytree.tree_map_only(torch.Tensor, function, tree, is_leaf=_no_leaf)
 
 
 def cast(tree: Tree, dtype: torch.dtype) -> Tree:
@@ -59,9 +55,7 @@ def leaves(tree: Tree) -> list[torch.Tensor]:
     """Return the tree's tensors, in its order."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    from torch.utils._pytree import tree_leaves
-
-    return [leaf for leaf in tree_leaves(tree, is_leaf=_no_leaf) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(tree, is_leaf=_no_leaf) if isinstance(leaf, torch.Tensor)]
 
 
 def only_tensors(tree: Tree) -> bool:
@@ -100,9 +94,7 @@ def concatenate(trees: Sequence[Tree]) -> Tree:
 
 def named_leaves(tree: Tree) -> list[tuple[str, torch.Tensor]]:
     """Return each tensor with its place in the tree as a user would write it, such as "text.ids" or "0"; "" for a plain one."""
-    from torch.utils._pytree import tree_flatten_with_path
-
-    found = tree_flatten_with_path(tree, is_leaf=_no_leaf)[0]
+    found = pytree.tree_flatten_with_path(tree, is_leaf=_no_leaf)[0]
     return [(".".join(map(_written, path)), leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
 
 

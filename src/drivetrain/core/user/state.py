@@ -11,7 +11,7 @@ from types import FunctionType
 from typing import Any, cast
 
 from drivetrain.core.errors import UserError, refuse
-from drivetrain.core.lazy import torch
+from drivetrain.core.lazy import pytree, torch
 from drivetrain.core.options import groups
 from drivetrain.core.options.context import BuildContext
 from drivetrain.core.step import streams
@@ -109,8 +109,8 @@ class OwnState:
         """Return `ranks`, the states of all ranks by name, or one that all have. Called on all ranks; for rank 0."""
         if not self.owners or self.parallel is None:
             return {}
-        mine = {name: copy.deepcopy(_on_cpu(owner.state_dict())) for name, owner in self.owners.items()}
-        ranks = self.parallel.gather_object(mine)
+        here = {name: owner.state_dict() for name, owner in self.owners.items()}
+        ranks = self.parallel.gather_object(copy.deepcopy(pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), here)))
         return {"ranks": ranks[:1] if all(same(ranks[0], other) for other in ranks[1:]) else ranks}
 
     @contextmanager
@@ -139,12 +139,6 @@ class OwnState:
         for name, owner in self.owners.items():
             if name in mine:
                 owner.load_state_dict(mine[name])
-
-
-def _on_cpu(tree: object) -> Any:
-    from torch.utils._pytree import tree_map_only
-
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), tree)
 
 
 def same(one: object, other: Any) -> bool:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.compile.base import compiled_anew
+from drivetrain.core.lazy import torch
 from drivetrain.core.machine import process
 from drivetrain.core.machine.device import Clock, Mark, clock_for, peak_memory, synchronize
 from drivetrain.core.machine.forking import ForkedProcess
@@ -43,8 +44,6 @@ from drivetrain.sweeps.launchers import capture, run_job
 from drivetrain.sweeps.store import StoredJob, SweepJob
 
 if TYPE_CHECKING:
-    import torch
-
     from drivetrain.core.step.microbatch import MicroBatch
     from drivetrain.engine.trainer import Trainer
 
@@ -170,8 +169,6 @@ class BenchmarkAgent:
 
 def _digest(model: torch.nn.Module) -> str:
     """The SHA-256 of what this rank has of the parameters: the first elements of each."""
-    import torch
-
     read = hashlib.sha256()
     for name, p in model.named_parameters():
         local: torch.Tensor = p.to_local() if hasattr(p, "to_local") else p
@@ -241,8 +238,6 @@ def read_memory(device: torch.device, world: World) -> DeviceMemory:
     """Read the memory of rank 0's device; on a CPU all ranks of this machine share it."""
     if device.type == "cpu":
         return DeviceMemory(world.local_size * peak_memory(device), free_memory(device))
-    import torch
-
     module = torch.get_device_module(device)
     reserved = getattr(module, "max_memory_reserved", None) or module.driver_allocated_memory  # MPS has the latter
     return DeviceMemory(int(reserved()) + CONTEXT, free_memory(device))

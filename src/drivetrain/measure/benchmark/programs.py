@@ -320,14 +320,14 @@ class Compared:
 def run(options: Options, plan: QualitySettings, argv: Sequence[str]) -> Compared:
     """Run the programs in turns until each variant is decided, seeds or time end. Raises UserError before the first run."""
     refuse(options.problems())
-    metric = FigureSource(str(options.metric), options.higher, options.pick)
+    given = filter(None, (options.metric, options.holdout_metric))
+    metric, *held = metrics = [FigureSource(each, options.higher, options.pick) for each in given]
     tries = _tries(options.ledger)
     alpha = ALPHA / ((tries + 1) * (tries + 2)) if options.ledger is not None else ALPHA
     budget, began, notes = verbs.seconds(options.budget or ""), time.monotonic(), list[str]()
-    held = [FigureSource(options.holdout_metric, options.higher, options.pick)] if options.holdout_metric else []
     with ExitStack() as stack, Steps() as progress:
         folder = stack.enter_context(directory.temporary())
-        programs = list(_programs(options, metric, folder, stack, notes))
+        programs = list(_programs(options, metrics, folder, stack, notes))
         numbers = range(1, len(programs))
         claims: dict[int, tuple[Effect, list[str]]] = {n: ("changes", []) for n in numbers}
         figures = {n: [JudgedFigure(metric.given, -1.0 if metric.higher else 1.0)] for n in numbers}
@@ -364,7 +364,9 @@ def run(options: Options, plan: QualitySettings, argv: Sequence[str]) -> Compare
     return done
 
 
-def _programs(options: Options, metric: FigureSource, folder: Path, stack: ExitStack, notes: list[str]) -> Iterator[Program]:
+def _programs(
+    options: Options, metrics: Sequence[FigureSource], folder: Path, stack: ExitStack, notes: list[str]
+) -> Iterator[Program]:
     """Each revision with each variant."""
     here, limit_s = Path.cwd(), verbs.seconds(options.limit or "")
     places = stack.enter_context(worktrees(options.code, folder, notes)) if options.code else [here]
@@ -376,10 +378,6 @@ def _programs(options: Options, metric: FigureSource, folder: Path, stack: ExitS
         for number, variant in enumerate(options.variant or [""]):
             label = " ".join(filter(None, (name, variant))) or "as it is"
             command = [each for word in shlex.split(str(options.program)) for each in _filled(word, variant)]
-            metrics = [
-                metric,
-                *([FigureSource(options.holdout_metric, options.higher, options.pick)] if options.holdout_metric else []),
-            ]
             yield Program(label, command, metrics, cwd, folder / f"{place.name}-{number}", place, top, limit_s)
 
 

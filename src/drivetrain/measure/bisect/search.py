@@ -27,7 +27,8 @@ from drivetrain.core.options.selection import selected
 from drivetrain.measure.benchmark import compare
 from drivetrain.measure.benchmark.variants import Trained, VariantSpec, baseline_job, trainings
 from drivetrain.measure.changes import Change, Changes, apply
-from drivetrain.measure.intervals import EQUIVALENCE, Interval, deviation, mean, ratio
+from drivetrain.measure.intervals import EQUIVALENCE, Interval, deviation, mean
+from drivetrain.measure.intervals import middle as middle_of
 from drivetrain.ui import sheet
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
@@ -112,12 +113,6 @@ class GoodFails(Exception):
 IsOver = Callable[..., bool]  # of the figures that are new
 
 
-def log_ratio(ratios: Sequence[float]) -> Interval:
-    """The logarithm of the ratio that paired rates have, with its 95 % interval."""
-    middle, low, high = ratio(ratios, [1.0] * len(ratios))
-    return Interval(math.log(middle), math.log(low) if low else -math.inf, math.log(high))
-
-
 class Measurer:
     """Measures GOOD with subsets of the changes, and says on standard error which comparison is under way.
 
@@ -137,7 +132,7 @@ class Measurer:
 
     def effect(self, figures: Sequence[float]) -> Interval:
         """The effect that the figures of a subset show."""
-        return log_ratio(figures)
+        return middle_of(list(map(math.log, figures)))
 
     def value(self, effect: float) -> str:
         """An effect as text."""

@@ -111,11 +111,11 @@ def sheet_of(done: Certified) -> sheet.Sheet:
 def phases(verdict: TraceVerdict) -> list[tuple[str, int, Finding]]:
     """Return each phase with the number of tensors that were compared, and the worst of them."""
     found = ((phase, [f for f in verdict.findings if f.key[1] == phase]) for phase in PHASES)
-
-    def says_most(finding: Finding) -> tuple[bool, float, float]:
-        return finding.is_different and finding.decides, finding.ratio, finding.distance
-
-    return [(phase, len(those), max(those, key=says_most)) for phase, those in found if those]
+    return [
+        (phase, len(those), max(those, key=lambda f: (f.is_different and f.decides, f.ratio, f.distance)))
+        for phase, those in found
+        if those
+    ]
 
 
 def _row(phase: str, count: int, worst: Finding, flipped: bool = False) -> tuple[str, ...]:

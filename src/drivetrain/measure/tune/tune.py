@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from drivetrain.compile.base import eager_only_settings
 from drivetrain.config.catalog import option_keys, options
@@ -40,14 +40,11 @@ from drivetrain.measure.benchmark.variants import (
 )
 from drivetrain.measure.changes import apply, groups_of, unchanged, with_channels_last
 from drivetrain.measure.claims.export import recommend
+from drivetrain.measure.tune.range_test import RangeTest, advice, chart, range_test
 from drivetrain.ui import sheet
+from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
 from drivetrain.ui.progress import Steps
-
-if TYPE_CHECKING:
-    pass
-from drivetrain.measure.tune.range_test import RangeTest, advice, chart, range_test
-from drivetrain.ui.output import echo
 
 LOOK_UPDATES = 50
 NEAR = (0.5, 1.0, 2.0)  # of the noise scale: the batches that are tried
