@@ -121,7 +121,7 @@ def test_a_device_has_room_for_them_or_the_model_is_refused_before_it_is_made(ma
 
 def test_a_devices_memory_is_asked_of_torch(monkeypatch):
     asked = SimpleNamespace(mem_get_info=lambda device: (3, 7))
-    monkeypatch.setattr(torch, "get_device_module", lambda device: asked)
+    monkeypatch.setattr(guards.torch, "get_device_module", lambda device: asked)
     assert guards.device_bytes(torch.device("cuda", 0)) == 7
     monkeypatch.undo()
     assert guards.device_bytes(torch.device("cpu")) is None

@@ -16,7 +16,6 @@ import drivetrain
 from drivetrain.core.machine import signals
 from drivetrain.core.machine.signals import StopFlag
 from drivetrain.core.step.tensors import Tensors
-from drivetrain.engine import evaluator
 from drivetrain.saving import checkpoint_io
 from tests.support.to_end import continued, run_to_end
 from tests.support.waiting import LIMIT_S
@@ -145,7 +144,7 @@ def the_end(run_dir):
 def test_an_evaluation_that_a_signal_cut_short_is_done_first_when_the_run_goes_on(tiny, monkeypatch, name):
     words, number = RUNS[name]
     whole = run_to_end(tiny(*EVALUATED, *words))
-    asked, stop_here = [], evaluator._stop_here
+    asked, stop_here = [], StopFlag.stop_here
 
     def told(stops):
         asked.append(stops)
@@ -153,7 +152,7 @@ def test_an_evaluation_that_a_signal_cut_short_is_done_first_when_the_run_goes_o
             signal.raise_signal(signal.SIGTERM)
         stop_here(stops)
 
-    monkeypatch.setattr(evaluator, "_stop_here", told)
+    monkeypatch.setattr(StopFlag, "stop_here", told)
     stopped = run_to_end(tiny(*EVALUATED, *words), ends="interrupted")
     assert stopped.error.startswith(f"stopped by a signal before the evaluation of update {stopped.updates}: go on with resume=")
     assert len(asked) == number

@@ -456,9 +456,8 @@ class HeldOut(Data, Generic[P, K, S]):
         apart = torch.from_numpy(self.fractions(every) < self.holdout)
         return every.subset((~apart).nonzero().flatten()), every.subset(apart.nonzero().flatten())
 
-    def learn(self, known: K, every: P, train: P) -> K:
-        """Add what the training samples teach: classes, statistics. `every` has the held-out ones too."""
-        return known
+    def learn(self, known: K, every: P, train: P) -> None:
+        """Add to `known` what the training samples teach: classes, statistics. `every` has the held-out ones too."""
 
     def read_set(self, place: str, known: K, split: str) -> P:
         """Return the samples of another set than that of training. Raises UserError."""
@@ -480,7 +479,8 @@ class HeldOut(Data, Generic[P, K, S]):
         tests = self.places("test", known)
         train, test = (every, None) if tests else self.divided(every)
         self._refuse_empty(train, [] if test is None else [test])
-        known = self.learn(known, every, train) if self.like is None else known
+        if self.like is None:
+            self.learn(known, every, train)
         sets = {
             split: {name: self.read_set(place, known, split) for name, place in self.places(split, known).items()}
             for split in SPLITS

@@ -364,9 +364,8 @@ class LabelsCsv(PictureData, FromFile[Cells, Known, Images]):
     def fractions(self, every: Cells) -> np.ndarray:
         return Cells({self.image: every.columns[self.image]}, "").fractions()
 
-    def learn(self, known: Known, every: Cells, train: Cells) -> Known:
+    def learn(self, known: Known, every: Cells, train: Cells) -> None:
         known[1].learn(every, train)
-        return known
 
     def read_set(self, place: str, known: Known, split: str) -> Cells:
         return self._rows(place, known[0])[0]

@@ -135,10 +135,9 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
     def fractions(self, every: Any) -> np.ndarray:
         return np.asarray(every.documents.fractions())
 
-    def learn(self, known: Known, every: Any, train: Any) -> Known:
+    def learn(self, known: Known, every: Any, train: Any) -> None:
         if self.label is not None:
             known[1].learn(self._labels(every), self._labels(train))
-        return known
 
     def read_set(self, place: str, known: Known, split: str) -> Any:
         return Some.all(self._tokenized(place, known[0])[0], place)

@@ -259,10 +259,9 @@ class TableSchema:
                 )
         return Cells(values, cells.source, cells.lines, cells.numbers)
 
-    def learn(self, rows: Cells, names: Sequence[str], normalize: bool) -> None:
-        """Learn how the inputs `names` are encoded, of training rows that `read` gave."""
-        self.inputs = list(names)
-        for name in names:
+    def learn(self, rows: Cells, normalize: bool) -> None:
+        """Learn how the inputs are encoded, of training rows that `read` gave."""
+        for name in self.inputs:
             self.columns[name].learn(rows.columns[name], normalize)
 
     def encode(self, rows: Cells) -> torch.Tensor:

@@ -69,11 +69,10 @@ class TabularData:
     def fractions(self, every: Cells) -> np.ndarray:
         return every.fractions()
 
-    def learn(self, known: Known, every: Cells, train: Cells) -> Known:
+    def learn(self, known: Known, every: Cells, train: Cells) -> None:
         schema, reader, _ = known
         reader.learn(every, train)
-        schema.learn(train, schema.inputs, self.normalize)
-        return known
+        schema.learn(train, self.normalize)
 
     def source(self, known: Known, part: Cells) -> Rows | TextRows:
         schema, reader, tokenizer = known

@@ -347,14 +347,15 @@ class Work:
 class Documents:
     """The tokens of documents, one after the other in memory or in a mapped file."""
 
-    names: Sequence[str] = ()  # of the classes
-    files: Mapping[str, str] = {}
-
-    def __init__(self, content: torch.Tensor | StoredSamples, dtype: torch.dtype, sizes: torch.Tensor) -> None:
+    def __init__(
+        self, content: torch.Tensor | StoredSamples, dtype: torch.dtype, sizes: torch.Tensor, keys: torch.Tensor | None = None,
+        numbers: torch.Tensor | None = None, names: Sequence[str] = (), files: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.content, self.dtype, self.sizes = content, dtype, sizes  # sizes (m,): the number of tokens of each
         self.begins = sizes.cumsum(0) - sizes  # (m,) where each begins in `tokens`
-        self.keys: torch.Tensor | None = None  # (m,) int64
-        self.numbers = torch.zeros_like(sizes)  # (m,)
+        self.keys = keys  # (m,) int64
+        self.numbers = torch.zeros_like(sizes) if numbers is None else numbers  # (m,)
+        self.names, self.files = names, files or {}  # names of the classes
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -433,9 +434,7 @@ def _in_memory(work: Work) -> Documents:
     rows = [(d.tokens.to(work.dtype()), len(d.tokens), d.key, d.number) for d in work.documents(0)]
     tokens, *columns = zip(*rows, strict=True)
     sizes, keys, numbers = map(torch.tensor, columns)
-    made = Documents(torch.cat(tokens), work.dtype(), sizes)
-    made.keys, made.numbers, made.names, made.files = keys, numbers, work.names, work.files
-    return made
+    return Documents(torch.cat(tokens), work.dtype(), sizes, keys, numbers, work.names, work.files)
 
 
 def _opened(folder: Path) -> Documents:
@@ -447,9 +446,8 @@ def _opened(folder: Path) -> Documents:
     if table.shape[1] != KEY + 1:
         raise damaged(folder / f"{SET}.table", "is no table of texts")
     content = StoredSamples(folder / f"{SET}.data", table, verify=True)
-    made = Documents(content, dtype, (table[:, END] - content.begins) // dtype.itemsize)
-    made.keys, made.numbers, made.names, made.files = table[:, KEY], table[:, LABEL], index["names"], index["files"]
-    return made
+    sizes = (table[:, END] - content.begins) // dtype.itemsize
+    return Documents(content, dtype, sizes, table[:, KEY], table[:, LABEL], index["names"], index["files"])
 
 
 def _write(folder: Path, about: str, prepare: Callable[[], Work], size: int) -> None:

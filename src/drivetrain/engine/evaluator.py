@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from drivetrain.batch.base import Batch
-from drivetrain.core.errors import Diverged, Interrupted, UserError
+from drivetrain.core.errors import Diverged, UserError
 from drivetrain.core.machine.device import sum_dtype
 from drivetrain.core.machine.signals import StopFlag
 from drivetrain.core.options.selection import Figure
@@ -219,7 +219,7 @@ class Evaluator:
             with closing(stream):
                 for number, batch in enumerate(stream):
                     rounds -= 1
-                    _stop_here(stops)
+                    StopFlag.stop_here(stops)
                     streams.seed_all(rng.mix(data.seed, number * world.size + world.rank))
                     with self.precision.autocast():
                         output, of_batch = self.loss.evaluate(self.forward, batch, needs_output)
@@ -227,7 +227,7 @@ class Evaluator:
                     for meter in () if batch.filler else self.meters:
                         meter.update(self._shown(output), self.units(batch.y), batch)
             if rounds > 0:  # the other ranks have one batch more
-                _stop_here(stops)
+                StopFlag.stop_here(stops)
             try:
                 figures = self.loss.evaluated(self.parallel.all_reduce_sum(sums).tolist())
             except ZeroDivisionError:
@@ -286,10 +286,3 @@ def evaluated_sets(
         for split in SPLITS
         if (sets := data.sets(split))
     }
-
-
-def _stop_here(stops: Callable[[], bool]) -> None:
-    """Raise Interrupted where this run, or this process, is to stop at a batch of an evaluation."""
-    StopFlag.stop_here()
-    if stops():
-        raise Interrupted("stopped by a signal while a data set was evaluated")

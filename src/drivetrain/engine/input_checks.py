@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.lazy import torch
 from drivetrain.core.options.option import RunSpec
 from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.step.source import Source, original
@@ -16,10 +16,8 @@ from drivetrain.core.step.step import Stream, StreamWatcher
 from drivetrain.core.step.trees import named_leaves
 from drivetrain.engine.context import RunContext
 from drivetrain.engine.step_timer import StepTimer
+from drivetrain.engine.trainer import Trainer
 from drivetrain.loss.base import Loss
-
-if TYPE_CHECKING:
-    from drivetrain.engine.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 

@@ -149,11 +149,11 @@ class Changes:
                 if stage.changes:
                     settings = ("–", stage.settings) if after else (stage.settings, "–")
                     yield Change(f"stage {stage.title}", *settings, item=(STAGES, stage.typed()))
-        elif key in LISTS and isinstance(old, list) and isinstance(new, list):
-            if [name for name in old if name in new] == [name for name in new if name in old]:
-                yield from self._items(key, old, new)
-            else:
-                yield Change(key, format_value(old), format_value(new), tuple(_section(key, new, self._new)))
+        elif (
+            key in LISTS and isinstance(old, list) and isinstance(new, list)
+            and [name for name in old if name in new] == [name for name in new if name in old]
+        ):  # fmt: skip
+            yield from self._items(key, old, new)
         elif old != new:
             yield Change(key, format_value(old), format_value(new), tuple(_section(key, new, self._new)))
         else:

@@ -67,7 +67,9 @@ def _find(visibility: tuple[str | None, ...]) -> Accelerator:
         return _nvidia(visibility)
     if device.type == "mps":  # one device: no process with it is forked
         return Accelerator("mps", 1) if torch.backends.mps.is_available() else Accelerator()
-    return ask_torch(device.type) if _started(device.type) else _ask_in_child(device.type)
+    # A process that has used the device cannot fork a child that does.
+    started = torch.get_device_module(device.type).is_initialized()
+    return ask_torch(device.type) if started else _ask_in_child(device.type)
 
 
 def _nvidia(visibility: tuple[str | None, ...]) -> Accelerator:
@@ -77,11 +79,6 @@ def _nvidia(visibility: tuple[str | None, ...]) -> Accelerator:
     if found.count and found.cuda < int(needed.partition(".")[0]):
         return Accelerator(problem=f"NVIDIA's driver runs CUDA {found.cuda}, and this torch was built for CUDA {needed}")
     return Accelerator("cuda", found.count, found.capability) if found.count else Accelerator(problem=found.problem)
-
-
-def _started(type_: str) -> bool:
-    """True if this process has used the device, so that it cannot fork a child that does."""
-    return bool(torch.get_device_module(type_).is_initialized())
 
 
 def ask_torch(type_: str) -> Accelerator:

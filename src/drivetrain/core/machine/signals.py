@@ -130,9 +130,9 @@ class StopFlag:
             cls._of_run._may_stop = True
 
     @classmethod
-    def stop_here(cls) -> None:
-        """Raise Interrupted where this process's run was told to stop and has `nothing_to_save`."""
-        if cls._of_run is not None and cls._of_run._may_stop and cls._of_run.raised:
+    def stop_here(cls, stops: Callable[[], bool]) -> None:
+        """Raise Interrupted where this process's run was told to stop and has `nothing_to_save`, or where `stops` says so."""
+        if (cls._of_run is not None and cls._of_run._may_stop and cls._of_run.raised) or stops():
             raise Interrupted("stopped by a signal while a data set was evaluated")
 
     @classmethod

@@ -73,7 +73,6 @@ class SequenceSource(Source, Protocol):
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[Tree, Tree]:
         """Return inputs and targets (n, length), their length a multiple of `pad_to` or the longest sample there is."""
-        ...
 
 
 class GroupedSource(Source, Protocol):
@@ -81,7 +80,6 @@ class GroupedSource(Source, Protocol):
 
     def of(self, groups: torch.Tensor) -> Source:
         """Return a source of the samples of these groups."""
-        ...
 
 
 class OwnCode(Protocol):
@@ -108,7 +106,6 @@ class OwnCodeSource(Source, Protocol):
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1, draws: tuple[int, int] | None = (0, 0)) -> tuple[Tree, Tree]:
         """Return the samples. What they draw follows from `draws`, a seed and an epoch; None: it is left as it comes."""
-        ...
 
 
 class Subset(Source):
@@ -166,7 +163,6 @@ class CropBox(Protocol):
 
     def __call__(self, width: int, height: int) -> tuple[int, int, int, int]:
         """Return left, top, width and height of the crop, in pixels of an upright image of this size."""
-        ...
 
 
 class CroppingSource(Source, Protocol):
@@ -174,7 +170,6 @@ class CroppingSource(Source, Protocol):
 
     def fetch(self, indices: torch.Tensor, boxes: Sequence[CropBox] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the images, or the crops `boxes` (n) of them, and their targets."""
-        ...
 
 
 class Normalizer(Protocol):
@@ -184,15 +179,12 @@ class Normalizer(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised inputs; x is on the normaliser's device."""
-        ...
 
     def to(self, device: torch.device) -> Normalizer:
         """Return the same normaliser for inputs on a device."""
-        ...
 
     def rounded(self, dtype: torch.dtype) -> Normalizer:
         """Return the same normaliser with results of this type."""
-        ...
 
 
 class Augmentation(Protocol):
@@ -204,11 +196,9 @@ class Augmentation(Protocol):
         self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: PipelineParts, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return inputs, targets and sample indices (n,) of the changed batch."""
-        ...
 
     def crop_boxes(self, seed: int, epoch: int, indices: torch.Tensor) -> Sequence[CropBox] | None:
         """Return the crops that a CroppingSource takes of the samples `indices` (n,); None: whole images."""
-        ...
 
 
 class PipelineParts(Protocol):

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
 
 from drivetrain.checkpointing.base import Blocks
 from drivetrain.config import validate
@@ -24,6 +26,7 @@ from drivetrain.core.step.blocks import blocks_for, repeated_blocks
 from drivetrain.core.typed import JsonObject
 from drivetrain.engine import child, rehearsal
 from drivetrain.engine.rehearsal import Rehearsal, StepRecord
+from drivetrain.engine.trainer import Trainer
 from drivetrain.launch.job import Job
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import variants
@@ -50,11 +53,6 @@ from drivetrain.ui import sheet
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.terminal import duration
-
-if TYPE_CHECKING:
-    import torch
-
-    from drivetrain.engine.trainer import Trainer
 
 KINDS = (rehearsal.PARAMETERS, rehearsal.GRADIENTS, rehearsal.STATE, rehearsal.OTHER, rehearsal.BATCH)
 COUNTED = (0.97, 1.04)  # of the peak of what was counted on this machine, where kernels' own buffers were measured
