@@ -45,10 +45,10 @@ def _shown(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def refuse(problems: Iterable[str]) -> None:
-    """Raise UserError with these problems, each once, where there are any."""
+def refuse(problems: Iterable[str], error: type[UserError] = UserError) -> None:
+    """Raise the error with these problems, each once, where there are any."""
     if each := [*dict.fromkeys(problems)]:
-        raise UserError(each)
+        raise error(each)
 
 
 @contextmanager
@@ -96,8 +96,7 @@ def each_read(items: Iterable[Item], read: Callable[[Item], Made], mend: str = "
                 break
             continue
         yield made
-    if problems:
-        raise DataError(told(problems, mend.format(count=len(problems))))
+    refuse(told(problems, mend.format(count=len(problems))), DataError)
 
 
 class Diverged(RuntimeError):

@@ -11,7 +11,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar, cast
@@ -123,9 +122,12 @@ class OwnData:
 class Normalize:
     """Turns uint8 or float inputs into (x − mean) / std per channel, computed in float32."""
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        self.mean, self.std = torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
-        self.dtype = torch.float32  # of the results
+    def __init__(
+        self, mean: Sequence[float] | torch.Tensor, std: Sequence[float] | torch.Tensor, dtype: torch.dtype | None = None
+    ) -> None:
+        """`dtype` is that of the results; None: float32."""
+        self.mean, self.std = torch.as_tensor(mean).view(-1, 1, 1), torch.as_tensor(std).view(-1, 1, 1)
+        self.dtype = dtype or torch.float32
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise inputs (n, c, h, w) that are on this normaliser's device."""
@@ -134,15 +136,11 @@ class Normalize:
 
     def to(self, device: torch.device) -> Normalize:
         """Return the same normalisation for inputs on a device."""
-        moved = copy(self)
-        moved.mean, moved.std = self.mean.to(device), self.std.to(device)
-        return moved
+        return Normalize(self.mean.to(device), self.std.to(device), self.dtype)
 
     def rounded(self, dtype: torch.dtype) -> Normalize:
         """Return the same normalisation with results of this type."""
-        rounded = copy(self)
-        rounded.dtype = dtype
-        return rounded
+        return Normalize(self.mean, self.std, dtype)
 
 
 @dataclass

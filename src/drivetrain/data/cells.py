@@ -82,11 +82,11 @@ class Cells:
 
     def __init__(
         self, columns: Mapping[str, np.ndarray | Words], source: str, lines: Callable[[np.ndarray], np.ndarray] | None = None,
-        numbers: np.ndarray | None = None,
+        numbers: np.ndarray | None = None, keys: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         self.columns, self.source, self.lines = columns, source, lines
         self.numbers = np.arange(len(self)) if numbers is None else numbers
-        self._keys: np.ndarray | None = None
+        self._keys = keys
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -94,9 +94,8 @@ class Cells:
     def __getitem__(self, rows: slice | np.ndarray) -> Cells:
         """Return some rows: a slice, or where a mask is true."""
         columns = {name: values[rows] for name, values in self.columns.items()}
-        some = Cells(columns, self.source, self.lines, self.numbers[rows])
-        some._keys = None if self._keys is None else self._keys[rows]
-        return some
+        keys = None if self._keys is None else self._keys[rows]
+        return Cells(columns, self.source, self.lines, self.numbers[rows], keys)
 
     def subset(self, indices: torch.Tensor) -> Cells:
         """Return some rows (n,)."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from drivetrain.core.errors import DataError, OperatorGives, UserError, did_you_mean
+from drivetrain.core.errors import DataError, OperatorGives, UserError, did_you_mean, refuse
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.options.allowed import ColumnName, Name
@@ -136,11 +136,11 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known, "Images | Texts"
         if name not in splits:
             raise UserError(f"data.{setting}={name}: {self.root} has no such split: {did_you_mean(name, splits)}")
         rows, column = splits[name], str(self.image or self.text)
-        for setting, wanted in (("image" if self.image else "text", column), ("label", self.label)):
-            if wanted not in rows.column_names:
-                raise UserError(
-                    f"data.{setting}={wanted}: {self.root} has no such column: {did_you_mean(wanted, rows.column_names)}"
-                )
+        refuse(
+            f"data.{key}={wanted}: {self.root} has no such column: {did_you_mean(wanted, rows.column_names)}"
+            for key, wanted in (("image" if self.image else "text", column), ("label", self.label))
+            if wanted not in rows.column_names
+        )
         if not len(rows):
             raise UserError(f"data.root={self.root}: the split {name} has no samples: give it some, or set data.{setting}")
         if self.image and not isinstance(rows.features[column], datasets.Image):

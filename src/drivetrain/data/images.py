@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
-from drivetrain.core.errors import DataError, OperatorGives, UserError, collecting, told
+from drivetrain.core.errors import DataError, OperatorGives, UserError, collecting, refuse, told
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.options.allowed import ColumnName, FileName, one_of
@@ -303,8 +303,7 @@ class ImageFolder(PictureData, HeldOut[Images, Folders, Images]):
                 for index in range(min(left, len(source))):
                     source.sample(index)
             left -= min(left, len(source))
-        if problems:
-            raise DataError(problems)
+        refuse(problems, DataError)
         origins = known.layout.origins(f"{self.holdout:g} of the files")
         return {"shape": self.shape(), "classes": len(known.classes), "names": known.classes, "origins": origins, **looked}
 

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from drivetrain.core.errors import DataError, UserError, did_you_mean, each_read
+from drivetrain.core.errors import DataError, UserError, did_you_mean, each_read, refuse
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.options.allowed import ColumnName
@@ -295,9 +295,8 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
             ) from None
         if not isinstance(entry, dict):
             raise DataError(f"{where}: {type(entry).__name__}, but each line must be an object with the key {self.text}")
-        for setting, key in keys:
-            if key is not None and key not in entry:
-                raise DataError(f"{where} has no '{key}' (data.{setting}): {did_you_mean(key, entry)}")
+        lacking = ((setting, key) for setting, key in keys if key is not None and key not in entry)
+        refuse((f"{where} has no '{key}' (data.{setting}): {did_you_mean(key, entry)}" for setting, key in lacking), DataError)
         return entry
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.errors import DataError, UserError, refuse
 
 IMAGES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".webp", ".avif", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
 # Files that systems and tools leave beside data. Names that begin with a dot are no data either.
@@ -35,8 +35,7 @@ class Folder:
 
     def every(self) -> Iterator[str]:
         """Yield the paths of the files in it and below, from the folder that was listed."""
-        for name in self.files:
-            yield self.path + name
+        yield from (self.path + name for name in self.files)
         for folder in self.folders.values():
             yield from folder.every()
 
@@ -188,12 +187,12 @@ def _sets(
     own = chosen or (others[:1] if tests and validation is None else [])
     sets = [of["train"][:1], tests or others[:1], own]
     train, *found = ({name: folders.get(name, Folder(f"{name}/")) for name in names} for names in sets)
-    for folder in (folder for each in found for folder in each.values()):
-        if not class_folders(folder):
-            raise UserError(
-                f"{root}/{folder.path} holds no class folders, as {sets[0][0]}/ does, so nothing tells the classes of its "
-                "images: sort them into class folders, or move the folder elsewhere"
-            )
+    refuse(
+        f"{root}/{folder.path} holds no class folders, as {sets[0][0]}/ does, so nothing tells the classes of its images: sort "
+        "them into class folders, or move the folder elsewhere"
+        for folder in (folder for each in found for folder in each.values())
+        if not class_folders(folder)
+    )
     return SetFolders(
         train[sets[0][0]], found[0], found[1], [name for name in folders if not any(name in names for names in sets)]
     )

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from annotated_types import Ge, Gt, Le
 
-from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.errors import UserError, did_you_mean, refuse
 from drivetrain.core.lazy import torch
 from drivetrain.core.options import groups, horizon, stages
 from drivetrain.core.options.allowed import PLAIN_NAME, Entries
@@ -269,14 +269,12 @@ class Mix(Data):
         passes = {
             name: count / size for (name, _), size, count in zip(source.parts, source.sizes, mixture.counts(end), strict=True)
         }
-        refused = [
+        refuse(
             f"data.at_most.{name}={most:g}: the run reads {name} {passes[name]:.2f} times ({size:,} samples): lower its weight, "
             "train shorter, or allow more"
             for (name, _), size in zip(source.parts, source.sizes, strict=True)
             if passes[name] > (most := (self.at_most or {}).get(name, float("inf")))
-        ]
-        if refused:
-            raise UserError(refused)
+        )
         said = ", ".join(
             f"{name} {100 * share:.1f} % (read {passes[name]:.2f} times)"
             for (name, _), share in zip(source.parts, self._shares(self, source.sizes), strict=True)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import date
 from typing import Any, Literal, get_args
 
-from drivetrain.core.errors import DataError, UserError, collecting, did_you_mean
+from drivetrain.core.errors import DataError, UserError, collecting, did_you_mean, refuse
 from drivetrain.core.lazy import arrow_compute as pc
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
@@ -248,8 +248,7 @@ class TableSchema:
         for name, column in self.columns.items():
             with collecting(problems):
                 values |= {name: column.read(cells)} if name in cells.columns else {}
-        if problems:
-            raise DataError(problems)
+        refuse(problems, DataError)
         for name, found in values.items():
             if not isinstance(found, Words) and (beyond := np.abs(found) > LARGEST).any():
                 row = int(beyond.reshape(len(found), -1).any(1).argmax())
@@ -442,7 +441,5 @@ def named(names: Sequence[str], most: int = 10) -> str:
 
 
 def check_names(names: Sequence[str], known: Sequence[str], setting: str, source: object) -> None:
-    """Raise UserError for a name that is no column."""
-    for name in names:
-        if name not in known:
-            raise UserError(f"{setting}={name} is no column of {source}: {did_you_mean(name, known)}")
+    """Raise UserError for names that are no columns."""
+    refuse(f"{setting}={name} is no column of {source}: {did_you_mean(name, known)}" for name in names if name not in known)

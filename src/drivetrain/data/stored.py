@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.errors import DataError, UserError, refuse
 from drivetrain.core.lazy import torch
 from drivetrain.core.machine.files import write_json
 from drivetrain.core.typed import fits
@@ -277,6 +277,5 @@ def verify(out: Path, on_progress: Callable[[str, int, int], None]) -> int:
             if i % 1000 == 999 or i + 1 == len(split.table):
                 on_progress(name, len(split.table), i + 1)
         count += len(split.table)
-    if broken:
-        raise DataError(broken)
+    refuse(broken, DataError)
     return count

@@ -186,8 +186,8 @@ class TextRows(LabelledTexts):
         words, length = rows.columns[str(schema.text)], schema.outputs
         assert isinstance(words, Words)
         tokens = tokenizer.whole([*words.texts, ""], length)
-        documents = Documents.of([tokens[code] for code in words.codes.tolist()])
-        documents.keys = torch.from_numpy(rows.keys().view(np.int64))
+        keys = torch.from_numpy(rows.keys().view(np.int64))
+        documents = Documents.of([tokens[code] for code in words.codes.tolist()], keys)
         super().__init__(documents, y, length, 1, tokenizer.shift, tokenizer.padding or 0)
         self._places = rows.places()
 

@@ -376,11 +376,11 @@ class Documents:
         return np.asarray(self.keys.numpy().view(np.uint64).astype(np.float64) / 2**64)
 
     @classmethod
-    def of(cls, contents: Sequence[bytes | torch.Tensor]) -> Documents:
+    def of(cls, contents: Sequence[bytes | torch.Tensor], keys: torch.Tensor | None = None) -> Documents:
         """Return documents in memory, whose tokens are bytes or whole numbers."""
         parts = [torch.frombuffer(bytearray(each), dtype=torch.uint8) if isinstance(each, bytes) else each for each in contents]
         tokens = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-        return cls(tokens, tokens.dtype, torch.tensor([len(part) for part in parts], dtype=torch.int64))
+        return cls(tokens, tokens.dtype, torch.tensor([len(part) for part in parts], dtype=torch.int64), keys)
 
 
 @dataclass

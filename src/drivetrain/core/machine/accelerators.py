@@ -118,9 +118,7 @@ def busy(device: torch.device) -> float | None:
 
 def _told(device: torch.device, question: Callable[[Any, Any], float]) -> tuple[str, float] | None:
     """The device's own id and its answer; None without one."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    if (pynvml := _nvml()) is None:
+    if device.type != "cuda" or torch.version.hip is not None or (pynvml := _nvml()) is None:
         return None
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     try:

@@ -85,10 +85,9 @@ def memory_now() -> int:
     if device is not None and device.type != "mps" and torch.get_device_module(device).is_initialized():
         return torch.accelerator.memory_reserved()
     try:
-        with open("/proc/self/statm", encoding="utf-8") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return _pages("self")[0] * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        return peak_memory(torch.device("cpu"))
+        return peak_memory_of_process()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

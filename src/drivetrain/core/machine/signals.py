@@ -207,9 +207,7 @@ def ended_by_signals(to_the_end: bool = False) -> Iterator[Callable[[], None]]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal first, dropped
         dropped = comes_again(number, frame, here, lambda: dropped)
-        if dropped:
-            return
-        if first is not None and time.monotonic() < first + 1:
+        if dropped or (first is not None and time.monotonic() < first + 1):
             return
         first = first or time.monotonic()
         raise KeyboardInterrupt

@@ -27,13 +27,12 @@ def matches(name: str, pattern: str) -> bool:
 
 def check_patterns(names: Collection[str], patterns: Mapping[str, Collection[str]], what: str = "trainable parameter") -> None:
     """Raise UserError for every pattern that matches no parameter. `patterns` are given by the key that they are set in."""
-    problems = [
+    refuse(
         f"{key}: {pattern!r} matches no {what} of the model: {_near(pattern, names)}"
         for key, given in patterns.items()
         for pattern in given
         if not any(matches(name, pattern) for name in names)
-    ]
-    refuse(problems)
+    )
 
 
 def _near(pattern: str, names: Collection[str]) -> str:

@@ -57,11 +57,10 @@ def divided(found: Mapping[str, Phase], names: Collection[str]) -> dict[str, lis
     """Return the names of the parameters that each phase trains. Raises UserError where one of `names` has none, or several."""
     check_patterns(names, {f"phases.{name}.parameters": phase.parameters for name, phase in found.items()})
     trained = {n: [p for p, phase in found.items() if any(matches(n, pattern) for pattern in phase.parameters)] for n in names}
-    wrong = [
+    refuse(
         f"phases: {name} is trained by {' and '.join(by) if by else 'no phase'}: name it in the parameters of one, or freeze it "
         "(model.freeze)"
         for name, by in trained.items()
         if len(by) != 1
-    ]
-    refuse(wrong)
+    )
     return {phase: [name for name, by in trained.items() if by == [phase]] for phase in found}

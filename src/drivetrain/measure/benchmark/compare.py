@@ -166,11 +166,10 @@ class Row:
     @property
     def pays_too_late(self) -> str:
         """The reason why the run is no shorter although the variant's updates are certainly faster; "" where there is none."""
-        if self.ratio is None or self.ratio.low <= 1 or self.pays_after is None or self.run_updates is None:
+        pays, whole = self.pays_after, self.run_updates
+        if self.ratio is None or self.ratio.low <= 1 or pays is None or whole is None or pays < whole:
             return ""
-        if self.pays_after < self.run_updates:
-            return ""
-        return f"{self.label}: it pays after {self.pays_after:,} updates, and this run has {self.run_updates:,}"
+        return f"{self.label}: it pays after {pays:,} updates, and this run has {whole:,}"
 
     def figures(self) -> dict[str, str]:
         """The variant's own figures as text, by their names."""

@@ -192,10 +192,11 @@ class Trial:
         asks: Asks = "as good", margin: float | None = None, alpha: float = ALPHA,
     ) -> Trial:  # fmt: skip
         """A trial of these variants; `claims` has what the difference of each from the first variant claims."""
-        verdicts = {n: Verdict(INCONCLUSIVE, "", metric, effect=effect, claims=names) for n, (effect, names) in claims.items()}
-        if asks == "better":
-            for verdict in verdicts.values():
-                verdict.differs = ""
+        differs = "" if asks == "better" else None
+        verdicts = {
+            n: Verdict(INCONCLUSIVE, "", metric, effect=effect, claims=names, differs=differs)
+            for n, (effect, names) in claims.items()
+        }
         return cls(verdicts, figures, asks, margin, alpha)
 
     def look(self, runs: dict[int, list[TrainedRun]], base: list[TrainedRun], share: float = 1.0) -> list[int]:

@@ -93,8 +93,8 @@ class OperationRecorder(TorchDispatchMode):
         nodes = range(self._next_node, _next_node())
         trains = bool(nodes) and (name.startswith(_OF_LAYERS) or _has_weights(args))  # a layer's mathematics without a module
         layer = found.in_layer or found.site is None or trains
-        operation = TimedOperation(name, found, self.phase(), layer, False, False, False, nodes)
-        operation.frozen = not nodes and not _has_weights(args)
+        frozen = not nodes and not _has_weights(args)
+        operation = TimedOperation(name, found, self.phase(), layer, False, False, False, nodes, frozen)
         self._of_node.update(dict.fromkeys(nodes, operation))
         self._next_node = max(nodes.stop, self._next_node)
         self.operations.append(operation)
