@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from bench.harness import before, machine, parse, table, write
-from drivetrain.measure.bisect.search import LEAST_ROUNDS, BisectSettings, ChangeSearch, Measured, Subset, log_ratio
-from drivetrain.measure.intervals import EQUIVALENCE, Interval
+from drivetrain.measure.bisect.search import LEAST_ROUNDS, BisectSettings, ChangeSearch, Measured, Subset
+from drivetrain.measure.intervals import EQUIVALENCE, Interval, middle
 
 CHANGES = 15
 NOISE = 0.04  # standard deviation of a round's ratio, in logarithms
@@ -52,10 +52,10 @@ class Simulated:
     def measure(self, chosen: Subset, decided: Callable[[Interval], bool]) -> Measured:
         """Add rounds until the interval decides the question, or the rounds are used."""
         mine = self.rates.setdefault(chosen, [])
-        while len(mine) < LEAST_ROUNDS or (len(mine) < self.rounds and not decided(log_ratio(mine))):
+        while len(mine) < LEAST_ROUNDS or (len(mine) < self.rounds and not decided(middle([*map(math.log, mine)]))):
             wide = OUTLIER if self.draw.random() < OUTLIERS else 1.0
             mine.append(math.exp(self.effect(chosen) + self.draw.gauss(0.0, wide * NOISE)))
-        return Measured(log_ratio(mine), len(mine))
+        return Measured(middle([*map(math.log, mine)]), len(mine))
 
 
 def repeat(kind: str, share: float, seed: int, rounds: int) -> dict[str, Any]:

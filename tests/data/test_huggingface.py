@@ -130,6 +130,7 @@ def test_a_broken_image_is_named_by_its_row(saved):
     [
         ({"image": "picture"}, r"data\.image=picture: .* has no such column"),
         ({"label": "lable"}, r"data\.label=lable: .*did you mean 'label'"),
+        ({"image": "picture", "label": "lable"}, r"data\.image=picture: .* has no such column.*\n.*data\.label=lable"),
         ({"label": "image"}, "the column image holds struct.*, which is no number and no text"),
         ({"label": "share"}, r"hub, row 2, .*: the class 0.5 of share is no whole number from 0 on, as others are"),
         ({"label": "signed"}, r"hub, row 1, .*: the class -5 of signed is no whole number from 0 on, as others are"),
