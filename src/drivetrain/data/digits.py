@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, ClassVar, Literal
 
-import annotated_types
 from annotated_types import Ge, Le
 
 from drivetrain.core.lazy import numpy as np
@@ -31,8 +30,8 @@ from drivetrain.data.tabular import data_file
 
 DIGITS = 1797
 SIDE = 8  # pixels
-Size = Annotated[int, annotated_types.Ge(4), annotated_types.Le(64)]
-Digit = Annotated[int, annotated_types.Ge(0), annotated_types.Le(9)]
+Size = Annotated[int, Ge(4), Le(64)]
+Digit = Annotated[int, Ge(0), Le(9)]
 
 
 @dataclass(kw_only=True, eq=False)

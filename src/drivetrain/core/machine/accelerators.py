@@ -7,7 +7,6 @@ and the others by torch in a forked child.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -53,12 +52,12 @@ def _visibility() -> tuple[str | None, ...]:
     return tuple(os.environ.get(name) for name in VISIBILITY)
 
 
-@functools.cache
+@cache
 def _nvidia_devices(visibility: tuple[str | None, ...]) -> nvidia_driver.Devices:
     return nvidia_driver.devices()
 
 
-@functools.cache
+@cache
 def _find(visibility: tuple[str | None, ...]) -> Accelerator:
     device = torch.accelerator.current_accelerator()  # that torch was built for: it looks at no device
     if device is None or device.type not in TYPES:

@@ -355,7 +355,7 @@ def run(options: Options, plan: QualitySettings, argv: Sequence[str]) -> Compare
                 f"{metric.name} of {programs[0].label} is {values.pop():g} with each of {len(base)} seeds: it does not depend on "
                 "the seed, or {seed} does not reach it, and a difference says nothing of other seeds"
             )
-        notes += _held_out(done, held, folder)
+        notes += _held_out(done, held)
     if options.ledger is not None:
         notes.append(
             f"try {tries + 1} of {options.ledger}: decided at a level of {100 * alpha:.2g} %, so that all together spend 5 %"
@@ -386,7 +386,7 @@ def _filled(word: str, variant: str) -> list[str]:
     return shlex.split(variant) if word == "{variant}" else [word.replace("{variant}", variant)]
 
 
-def _held_out(done: Compared, held: Sequence[FigureSource], folder: Path) -> Iterator[str]:
+def _held_out(done: Compared, held: Sequence[FigureSource]) -> Iterator[str]:
     """The figure on data that no choice looked at, read where a variant is kept."""
     for metric in held:
         if (kept := done.kept) is None:
