@@ -130,9 +130,9 @@ def test_memory_is_read_of_any_device(monkeypatch):
     assert used > 2**24
     assert free is None or free > 0
     monkeypatch.setattr(interleave, "free_memory", lambda device: 7)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(max_memory_reserved=lambda: 5))
+    monkeypatch.setattr(interleave.torch, "get_device_module", lambda device: SimpleNamespace(max_memory_reserved=lambda: 5))
     assert interleave.read_memory(torch.device("xpu"), World()) == (5 + interleave.CONTEXT, 7)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(driver_allocated_memory=lambda: 6))
+    monkeypatch.setattr(interleave.torch, "get_device_module", lambda device: SimpleNamespace(driver_allocated_memory=lambda: 6))
     assert interleave.read_memory(torch.device("mps"), World()) == (6 + interleave.CONTEXT, 7)
 
 
