@@ -147,6 +147,11 @@ def in_updates(boundary: Boundary, horizon: Horizon) -> float:
     return float(boundary.update or 0)
 
 
+def number_that_made(ends: Sequence[Boundary], progress: Progress) -> int:
+    """The number of the stage that made a run's last update, whose settings it was evaluated with."""
+    return next((number for number, end in enumerate(ends) if not end.passed(progress)), len(ends))
+
+
 def changes_at(run: RunSpec, update: int) -> Mapping[str, object]:
     """The changes of the stage that made an update; of the last stage where only the data tells how long the run is."""
     over = run_horizon(run)
