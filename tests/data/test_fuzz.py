@@ -23,6 +23,7 @@ from drivetrain.data import masks as masks_options
 from drivetrain.data import packed as packed_options
 from drivetrain.data import tabular as tabular_options
 from drivetrain.data import webdataset as webdataset_options
+from drivetrain.data.stored import write_index
 from tests.support import odd, sets
 
 FIELDS = [(0, 100), (100, 8), (124, 12), (156, 1), (157, 100), (257, 8), (345, 155)]  # where they begin in a tar's header; bytes
@@ -145,5 +146,5 @@ def digested(draw: random.Random, file: Path, table: Path) -> str:
     index, changed = json.loads(file.read_bytes()), odd.of_bytes(draw, table.read_bytes())
     table.write_bytes(changed)
     index["splits"]["train"]["table"] = hashlib.blake2b(changed).hexdigest()
-    file.write_text(json.dumps(index))
+    write_index(file.parent, index)
     return "and its table"

@@ -269,8 +269,8 @@ def test_damaged_folders_are_refused(images, tmp_path, problems):
     words = ["data=packed", f"data.root={out}"]
     assert any("decoded already, at 8" in p for p in problems(*words, "data.size=9"))
     index = (out / "index.json").read_text()
-    (out / "index.json").write_text(index.replace('"version": 4', '"version": 2'))
-    assert any("version 2, and this drivetrain reads 4" in p for p in problems(*words))
+    (out / "index.json").write_text(index.replace('"version": 5', '"version": 2'))
+    assert any("version 2, and this drivetrain reads 5" in p for p in problems(*words))
     (out / "index.json").write_text("[1]")
     assert any("is no index that drivetrain wrote" in p for p in problems(*words))
     (out / "index.json").unlink()
@@ -286,7 +286,7 @@ def test_a_table_of_another_length_is_refused(images, tmp_path):
     (out / "train.table").write_bytes(bytes(8 * 5))
     index = json.loads((out / "index.json").read_text())
     index["splits"]["train"]["table"] = hashlib.blake2b(bytes(8 * 5)).hexdigest()
-    (out / "index.json").write_text(json.dumps(index))
+    stored.write_index(out, index)
     with pytest.raises(DataError, match=r"train\.table is no table of \d+ samples"):
         Packed(root=str(out)).load(CPU)
 

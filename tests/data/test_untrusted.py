@@ -187,7 +187,7 @@ def test_an_index_of_wrong_types_is_refused_in_our_words(name):
         "format": stored.FORMAT, "version": stored.VERSION, "kind": "uint8", "shape": [3, 4, 4], "classes": 2, "names": None,
         "normalize": None, "splits": {"train": ENTRY, "test": ENTRY},
     }  # fmt: skip
-    Path("index.json").write_text(json.dumps(good))
+    stored.write_index(Path(), good)
     assert stored.read_index(Path()) == good
     for value in WRONG[name]:
         Path("index.json").write_text(json.dumps({**good, name: value}))

@@ -23,7 +23,7 @@ from drivetrain.core.machine.files import write_json
 from drivetrain.core.typed import fits
 from drivetrain.data.untrusted import MAPPED, let_go, ordinary, read_whole
 
-FORMAT, VERSION = "drivetrain-packed", 4
+FORMAT, VERSION = "drivetrain-packed", 5
 # The columns of the table: where a sample ends in the file, its CRC-32, its class; of a text its key.
 END, CRC, LABEL, KEY = range(4)
 MOST_INDEX = 1 << 26  # bytes of index.json
@@ -89,9 +89,16 @@ def write_set(
 def write_index(out: Path, index: Mapping[str, Any]) -> None:
     """Write index.json, which marks a folder as complete."""
     with _writing(out):
-        write_json(out / "index.json", {"format": FORMAT, "version": VERSION, **index})
+        whole = {"format": FORMAT, "version": VERSION, **index}
+        write_json(out / "index.json", {**whole, "sha256": _hash_of(whole)})
         for name in index["splits"]:
             (out / f"{name}.journal").unlink(missing_ok=True)
+
+
+def _hash_of(index: Mapping[str, Any]) -> str:
+    """Return the hash of an index without its own entry, whatever their order and spacing."""
+    entries = {name: entry for name, entry in index.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
 def _chunks(samples: Iterator[Sample]) -> Iterator[list[Sample]]:
@@ -164,6 +171,8 @@ def read_index(root: Path, kinds: tuple[str, ...] = IMAGES) -> dict[str, Any]:
     wrong = [name for name, kind in wanted.items() if name not in index or not fits(index[name], kind)]
     if wrong := wrong or _senseless(index, kinds):
         raise damaged(root / "index.json", f"is no index that drivetrain wrote (its {', '.join(wrong)})")
+    if index.pop("sha256", None) != _hash_of(index):
+        raise damaged(root / "index.json", "is not as drivetrain wrote it")
     return index
 
 
