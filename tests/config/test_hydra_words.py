@@ -161,7 +161,7 @@ def test_a_directory_that_has_a_run_or_a_file_of_its_name_is_not_taken(tmp_path:
     directory.remove(tmp_path)  # as where the run was refused
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == sorted(mine)
     (tmp_path / "config.yaml").write_text("mine")
-    assert "has a config.yaml already" in problems_of(prepare_run, [word])[0]
+    assert "already has a config.yaml" in problems_of(prepare_run, [word])[0]
     (tmp_path / "result.json").write_text("{}")
     assert f"go on with it by resume={tmp_path}" in problems_of(prepare_run, [word])[0]
 

@@ -49,7 +49,7 @@ def test_halves_of_a_dataset_train(fitted):
 @pytest.mark.parametrize(("kind", "described"), [("image", r"a tensor \(n, 3, 4, 4\)"), ("several", "a dict of")])
 def test_targets_that_are_no_classes_are_told_what_to_set(make, kind, described):
     with pytest.raises(
-        UserError, match=rf"the targets of .* are {described}.*set data.targets=values where they are numbers or images"
+        UserError, match=rf"targets of .* are {described}.*set data.targets=values where they are numbers or images"
     ):
         make(*OWN, f"data.kwargs={{kind: {kind}}}")
 

@@ -315,7 +315,7 @@ def test_a_batch_script_itself_is_no_task(told):
 @pytest.mark.parametrize("wrong", ["RANK", "WORLD_SIZE"])
 def test_what_is_no_number_is_refused(told, wrong):
     told({"RANK": "0", "WORLD_SIZE": "2", wrong: "first"})
-    with pytest.raises(UserError, match=f"{wrong}=first in the environment is no number"):
+    with pytest.raises(UserError, match=f"{wrong}=first in the environment is not a number"):
         world_of_environment()
 
 
