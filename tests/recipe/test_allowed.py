@@ -623,7 +623,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @odd.fuzz
 def test_mutants_of_recipes(place: Path) -> None:
-    odd.tried(mutants(), lambda text: outcome(place / "recipe.yaml", text))
+    odd.tried(mutants(), lambda text: outcome(place / "recipe.yaml", text), ["description: what ships, unchanged\n"])
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,15 @@ class Held(NamedTuple):
     children: int
     tensors: int
     folders: int  # of multiprocessing
+
+
+@pytest.fixture(autouse=True)
+def younger() -> Iterator[None]:
+    """Leave out what was there before the test: the collector then looks at little, in a process of many tests."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def held() -> Held:

@@ -67,7 +67,7 @@ def tried(drawn: st.SearchStrategy[T], read: Callable[[T], str], examples: Seque
     for value in examples:
         each = example(value)(each)
     each()
-    assert set(counts) == {ACCEPTED, REFUSED}
+    assert set(counts) == {ACCEPTED, REFUSED}, counts
 
 
 def outcome(
