@@ -1,14 +1,18 @@
 """Ranks by any launcher and on several machines: one run, one result, and its end when something happens to one of them."""
 
+import multiprocessing
 import os
 import re
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -317,6 +321,20 @@ def test_a_rank_that_fails_is_named_once(place: str, here: Path) -> None:
     assert re.match(r"rank 1: my_nets\.py:\d+: raise .*: RuntimeError: this one is unwell", left["error"])
     assert done.err.count("RuntimeError: this one is unwell") == 1
     assert "this one is unwell" in (run_dir / "log.txt").read_text()
+
+
+def test_a_signal_between_two_forks_leaves_no_rank() -> None:
+    ranks: list[Any] = []
+
+    def start() -> None:
+        ranks.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)))
+        ranks[0].start()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Gate().around(start)()
+    ranks[0].join(20)
+    assert ranks[0].exitcode == -signal.SIGKILL
 
 
 def test_ranks_begin_when_all_of_this_machine_are_forked() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import re
 import shutil
@@ -237,13 +238,17 @@ class Gate:
         self._ends = (-1, -1)  # reading end of a pipe; the writing end stays open during the forks
 
     def around(self, start: Callable[P, T]) -> Callable[P, T]:
-        """Return a version of `start` that holds its forked ranks until it returns."""
+        """Return a version of `start` that holds its forked ranks until it returns. Where it fails, it leaves none."""
 
         def started(*args: P.args, **kwargs: P.kwargs) -> T:
-            self._ends = os.pipe()
+            self._ends, others = os.pipe(), multiprocessing.active_children()
             try:
                 with apart_after_fork():
                     return start(*args, **kwargs)
+            except BaseException:
+                for rank in (child for child in multiprocessing.active_children() if child not in others):
+                    rank.kill()
+                raise
             finally:
                 for end in self._ends:
                     os.close(end)
