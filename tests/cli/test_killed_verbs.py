@@ -125,9 +125,9 @@ MEASURES: dict[str, tuple[list[str], list[str], int]] = {  # the words, those af
     "pack": (["pack", "images", "packed", "--size=8", "--threads=1"], [], 26),
     "certify": (["certify", "precision=bf16", "steps=2"], ["against", "precision=fp32"], 50),
     "compare": (["compare", "optimizer.lr=0.1,0.2", *RATES], [], 60),
-    "quality": (["compare", "optimizer.lr=0.1,0.2", *RATES, "quality=true", "seeds=2", "max_seeds=2"], [], 140),
+    "quality": (["compare", "optimizer.lr=0.1,0.2", *RATES, "quality=true", "seeds=2", "max_seeds=2"], [], 105),
     "tune lr": (["tune", "what=lr", "lr_updates=10"], [], 20),
-    "tune": (["tune", "what=workers", "budget_s=20", *RATES], [], 16),
+    "tune": (["tune", "what=workers", "budget_s=20", *RATES], [], 9),
     "ablate": (["ablate", "recipe=fast", "baseline=naive", "only=[precision]", "tables=[alone]", *RATES], [], 60),
     "rehearse": (["rehearse", "budget=3m"], [], 55),
 }
