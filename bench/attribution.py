@@ -349,8 +349,9 @@ def tenths(profile_s: float) -> dict[str, str]:
 def _measure(trainer: Any, drawn: Drawn, profile_s: float) -> tuple[int, float, float, Any, Any]:
     """In the run's process: the repeats that make the share, the line's cost, the time within it, and two profiles."""
     from drivetrain.measure.profile import step
+    from drivetrain.measure.profile.phases import TrackedStream, update
     from drivetrain.measure.profile.sampler import thread_clock
-    from drivetrain.measure.profile.step import TrackedStream, profile_step, update
+    from drivetrain.measure.profile.step import profile_step
 
     program, clock = sys.modules[drawn.module], thread_clock()
     step.usable_cores = lambda: 1

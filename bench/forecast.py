@@ -85,7 +85,7 @@ def measure(overrides: list[str]) -> dict[str, Any]:
     from drivetrain.debug.profile import silence_profiler
     from drivetrain.engine import child
     from drivetrain.launch.job import prepare
-    from drivetrain.measure.profile.step import update
+    from drivetrain.measure.profile.phases import update
 
     silence_profiler()
     job = prepare([*overrides, "saving=none", "runtime.device=cpu", "runtime.threads=1"])

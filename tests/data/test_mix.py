@@ -13,7 +13,7 @@ import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.core.order import index_of
 from drivetrain.data import mix
-from drivetrain.data.mix import Mixture
+from drivetrain.data.mixture import Mixture
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.launch.job import prepare
 from tests.support import same_end

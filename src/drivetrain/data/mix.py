@@ -1,20 +1,14 @@
-"""Several sources in one order: data=mix.
-
-The source of each position is a pure function of the position, exact in whole numbers. The sources are the leaves of a binary
-tree (Huffman's, by weight). Of the first p positions of a node, floor(p × share + 1/2) belong to its left branch, so each prefix
-keeps every source within 1.5 samples of its share.
-"""
+"""Several sources in one order: data=mix."""
 
 from __future__ import annotations
 
-import heapq
 import logging
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from annotated_types import Ge, Gt, Le
 
@@ -28,6 +22,7 @@ from drivetrain.core.step import rng, trees
 from drivetrain.core.step.source import Source
 from drivetrain.core.step.trees import Tree
 from drivetrain.data.base import IGNORE_INDEX, SPLITS, Data, Splits, measure_on_some
+from drivetrain.data.mixture import Mixture
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +93,9 @@ def mixed(sizes: Sequence[int], mixture: Mixture, length: int) -> Order:
     """
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
 
-    whole_order = lru_cache(2 * len(sizes))(rng.permutation)
+    @lru_cache(2 * len(sizes))
+    def whole_order(seed: int, turn: int, size: int) -> torch.Tensor:
+        return rng.permutation(seed, turn, size)
 
     def own(seed: int, source: int, turn: int, places: torch.Tensor) -> torch.Tensor:
         of_source, size = rng.mix(seed, OF_A_SOURCE, source), sizes[source]
@@ -312,86 +309,3 @@ def _position(run: RunSpec, over: horizon.Horizon, length: int, update: int) -> 
     epoch = bisect_right(over.ends, update)
     begin = over.ends[epoch - 1] if epoch else 0
     return epoch * length + (update - begin) * run.batch.size(min(epoch, len(over.ends) - 1))
-
-
-BITS = 31  # of a share; exact up to 2^32 positions, and 210 samples off at 10^12
-SHUFFLED_STREAM = 17
-
-
-class Node(NamedTuple):
-    """A branch: the share of its left part, in units of 2^-31, and two nodes or numbers of sources."""
-
-    share: int
-    left: Node | int
-    right: Node | int
-
-
-def tree(weights: Sequence[float]) -> Node | int:
-    """Return the tree over sources of these weights; a source of weight 0 is not in it."""
-    heap: list[tuple[float, int, Node | int]] = [(weight, number, number) for number, weight in enumerate(weights) if weight > 0]
-    heapq.heapify(heap)
-    for number in range(len(weights), len(weights) + len(heap) - 1):
-        (light, _, left), (heavy, _, right) = heapq.heappop(heap), heapq.heappop(heap)
-        heapq.heappush(heap, (light + heavy, number, Node(round(light / (light + heavy) * 2**BITS), left, right)))
-    return heap[0][2]
-
-
-def _of_left(p: torch.Tensor, share: int) -> torch.Tensor:
-    """Return floor(p × share / 2^31 + 1/2) without more than 63 bits."""
-    low = (1 << BITS) - 1
-    return (p >> BITS) * share + (((p & low) * share + (1 << (BITS - 1))) >> BITS)
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """Sources by their weights, which change at some positions: `starts` ascend from 0, with `weights` (k,) for each."""
-
-    weights: Sequence[Sequence[float]]
-    starts: Sequence[int] = (0,)
-    window: int = 1  # positions within which the sources are shuffled
-
-    def counts(self, position: int) -> list[int]:
-        """Return the number of samples of each source before a position: exact at the ends of windows."""
-        found = [0] * len(self.weights[0])
-
-        def walk(node: Node | int, n: int) -> None:
-            if isinstance(node, int):
-                found[node] += n
-                return
-            of_left = (n * node.share + (1 << (BITS - 1))) >> BITS
-            walk(node.left, of_left)
-            walk(node.right, n - of_left)
-
-        for weights, start, end in zip(self.weights, self.starts, (*self.starts[1:], position), strict=True):
-            walk(tree(weights), max(0, min(end, position) - start))
-        return found
-
-    def at(self, seed: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the source of each position (n,), and the number of its samples that come before (n,)."""
-        positions = self._shuffled(seed, positions)
-        source, index = torch.empty_like(positions), torch.empty_like(positions)
-
-        def down(node: Node | int, rows: torch.Tensor, n: torch.Tensor, taken: Sequence[int]) -> None:
-            if isinstance(node, int):
-                source[rows], index[rows] = node, n + taken[node]
-                return
-            before = _of_left(n, node.share)
-            left = _of_left(n + 1, node.share) > before
-            down(node.left, rows[left], before[left], taken)
-            down(node.right, rows[~left], (n - before)[~left], taken)
-
-        stretch = torch.bucketize(positions, torch.tensor(self.starts), right=True) - 1
-        for number in stretch.unique().tolist():
-            rows = (stretch == number).nonzero().flatten()
-            start = self.starts[number]
-            down(tree(self.weights[number]), rows, positions[rows] - start, self.counts(start))
-        return source, index
-
-    def _shuffled(self, seed: int, positions: torch.Tensor) -> torch.Tensor:
-        """Return the positions, permuted within each window by the hashes of its members."""
-        first = positions - positions % self.window
-        windows, of = torch.unique(first, return_inverse=True)
-        members = windows.unsqueeze(1) + torch.arange(self.window)
-        place = rng.keys(seed, 0, members, SHUFFLED_STREAM).argsort(1)[of, positions - first]
-        shuffled: torch.Tensor = windows[of] + place
-        return shuffled

@@ -89,8 +89,8 @@ class StagedRun:
         if self.stages:
             progress = Progress()
             progress.load_state_dict(state["progress"])
-            is_over = Boundary.passed if to_evaluate or progress.evaluation_due else Boundary.reached
-            self._enter(next((n for n, end in enumerate(self.ends) if not is_over(end, progress)), len(self.ends)))
+            evaluates = to_evaluate or progress.evaluation_due
+            self._enter((core.number_that_made if evaluates else core.number_at)(self.ends, progress))
             state = {**state, "optimizer": checkpoint_io.with_new_parameters(self.trainer.optimizer, state["optimizer"])}
         self.trainer.restore(weights, state)
 

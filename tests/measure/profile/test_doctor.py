@@ -21,12 +21,14 @@ from torch.autograd import DeviceType
 
 from drivetrain.core.machine.device import Clock
 from drivetrain.measure.intervals import Interval
-from drivetrain.measure.profile import doctor, step
+from drivetrain.measure.profile import device_time, doctor, step
 from drivetrain.measure.profile.attribution import Attribution, CodeLine, attribute, together
+from drivetrain.measure.profile.device_time import END
 from drivetrain.measure.profile.doctor import COMPUTE, Problem, profiled
 from drivetrain.measure.profile.operations import OperationRecorder, TimedOperation
+from drivetrain.measure.profile.phases import DATA, REST
 from drivetrain.measure.profile.sampler import SAMPLE_S, Spent, _Instants, sampled
-from drivetrain.measure.profile.step import DATA, END, REST, Looked, Turn
+from drivetrain.measure.profile.step import Looked, Turn
 from drivetrain.measure.profile.user_code import Found, Site, find
 from drivetrain.recipe.reader import read
 from drivetrain.ui.sheet import Table
@@ -410,8 +412,8 @@ class Event:
 
 
 def test_what_overlaps_is_counted_once():
-    assert step._union_us([Event("a", 0, 4), Event("b", 2, 5), Event("c", 3, 4), Event("d", 7, 8)]) == 6
-    assert step._union_us([]) == 0
+    assert device_time._union_us([Event("a", 0, 4), Event("b", 2, 5), Event("c", 3, 4), Event("d", 7, 8)]) == 6
+    assert device_time._union_us([]) == 0
 
 
 def test_a_cpus_time_is_in_operations_between_them_or_waits_for_data():
@@ -431,12 +433,12 @@ def test_on_a_device_our_own_waiting_is_not_the_hosts(device):
         Event("gemm", 0, 30, cuda), Event("Memcpy HtoD", 20, 40, cuda), Event("relu", 50, 60, cuda),
         Event("cudaStreamSynchronize", 10, 15), Event(END, 80, 100), Event("cudaDeviceSynchronize", 81, 99),
     ]  # fmt: skip
-    found = step._device_shares(events, 100.0)
+    found = device_time._device_shares(events, 100.0)
     assert found == {
         "the device computes": pytest.approx(0.4), "the device copies": pytest.approx(0.2),
         "the device is idle": pytest.approx(0.5), "the host waits for the device": pytest.approx(0.05),
     }  # fmt: skip
-    assert step._device_shares(events[5:], 100.0) == {}, "a profiler that sees nothing of the device"
+    assert device_time._device_shares(events[5:], 100.0) == {}, "a profiler that sees nothing of the device"
 
 
 def looked(waits: Sequence[float]) -> Looked:

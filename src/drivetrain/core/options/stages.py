@@ -147,6 +147,11 @@ def in_updates(boundary: Boundary, horizon: Horizon) -> float:
     return float(boundary.update or 0)
 
 
+def number_at(ends: Sequence[Boundary], progress: Progress) -> int:
+    """The number of the stage that a run is in, from 0."""
+    return next((number for number, end in enumerate(ends) if not end.reached(progress)), len(ends))
+
+
 def number_that_made(ends: Sequence[Boundary], progress: Progress) -> int:
     """The number of the stage that made a run's last update, whose settings it was evaluated with."""
     return next((number for number, end in enumerate(ends) if not end.passed(progress)), len(ends))

@@ -2,151 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from copy import copy
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import torch
-from torch._C._autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile, record_function
 
-from drivetrain.core.errors import Diverged
 from drivetrain.core.machine.device import clock_for, synchronize
 from drivetrain.core.step import trees
-from drivetrain.core.step.microbatch import MicroBatch, one_update
-from drivetrain.debug.profile import silence_profiler
+from drivetrain.core.step.microbatch import one_update
 from drivetrain.debug.torch_modes import waiting_calls
-from drivetrain.engine.callbacks import CallbackStep
 from drivetrain.engine.flops import measured
-from drivetrain.engine.step import PlainStep
 from drivetrain.engine.trainer import Trainer
-from drivetrain.engine.update_step import UpdateStep
 from drivetrain.measure import intervals
 from drivetrain.measure.benchmark.interleave import WARMUP_UPDATES, short_updates
 from drivetrain.measure.forecast.roofline import bandwidth
 from drivetrain.measure.profile.attribution import WAITING, Attribution, CodeLine, attribute, together
+from drivetrain.measure.profile.device_time import IDLE, device_shares
 from drivetrain.measure.profile.operations import OperationRecorder, TimedOperation
+from drivetrain.measure.profile.phases import DATA, TimedPhases, TrackedStream, update
 from drivetrain.measure.profile.sampler import Clocks, Samples, Spent, ThreadClock, own_seconds, sampled, thread_clock
 from drivetrain.measure.profile.user_code import user_line
 from drivetrain.saving import checkpoint_io
-
-DATA = "data wait"
-
-
-class TrackedStream(Iterator[MicroBatch]):
-    """The training stream. `phase` says what runs: "data" while it is read, then "micro_batch", then "update"."""
-
-    def __init__(self, stream: Iterator[MicroBatch]) -> None:
-        self._stream, self.phase = stream, "micro_batch"
-
-    def __next__(self) -> MicroBatch:
-        self.phase = "data"
-        try:
-            return next(self._stream)
-        finally:
-            self.phase = "micro_batch"
-
-
-def update(trainer: Trainer, stream: Iterator[MicroBatch]) -> None:
-    """Run one update and what comes after it, as the training loop does."""
-    progress = trainer.progress
-    for micro in one_update(stream):
-        if micro.last:
-            trainer.scheduler.step(progress.updates)
-        trainer.step.micro_batch(micro, trainer.log.loss_sum)
-    if isinstance(stream, TrackedStream):
-        stream.phase = "update"
-    if trainer.step.update():
-        progress.updates += 1
-        trainer.ema.update()
-    else:
-        progress.skipped += 1
-    trainer.step.zero_grad()
-    trainer.timer.step(trainer.compiler.waits())
-    if progress.steps % trainer.log_every == 0:
-        trainer.compiler.settle()
-        with suppress(Diverged):  # a profile makes more updates than the run was meant for: their time is what counts
-            trainer.log.train(trainer.optimizer.param_groups[0]["lr"])
-
-
-REST = "schedule, records and callbacks"
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class TimedPhases:
-    """Times the phases of updates, and the rest of them. The device is synchronized after each phase."""
-
-    def __init__(self, trainer: Trainer, stream: TrackedStream) -> None:
-        self._spent: defaultdict[str, float] = defaultdict(float)
-        self._clock, self._device = thread_clock(), trainer.device
-        self.read_s: list[float] = []
-        step = self._apart(trainer.step)
-        timed: Any = copy(trainer)
-        timed.ema = SimpleNamespace(update=self._timed("update", trainer.ema.update))
-        timed.step = SimpleNamespace(
-            micro_batch=step.micro_batch,
-            update=self._timed("update", step.update),
-            zero_grad=self._timed("update", step.zero_grad),
-        )
-        self.update = self._timed("", partial(update, timed, self._reads(stream)))
-
-    def _apart(self, step: Any) -> Any:
-        """The step with its phases told apart; one that is wrapped otherwise, such as by one graph, is a phase as it is."""
-        if type(step) is CallbackStep:
-            return dataclasses.replace(step, inner=self._apart(step.inner))
-        if type(step) is UpdateStep:
-            return dataclasses.replace(step, inner=self._apart(step.inner), waiting=[])
-        if not isinstance(step, PlainStep):
-            given = {name: getattr(step, name) for name in ("update", "zero_grad")}
-            return SimpleNamespace(micro_batch=self._timed("step", step.micro_batch), **given)
-        plain, backward = step.precision, self._timed("backward", step.precision.backward)
-        parts = SimpleNamespace(
-            forward=self._timed("forward", step.forward),
-            loss=SimpleNamespace(step=self._timed("loss", step.loss.step)),
-            precision=SimpleNamespace(autocast=plain.autocast, backward=backward, step=plain.step),
-        )
-        return dataclasses.replace(step, **vars(parts))
-
-    def _timed(self, phase: str, call: Callable[P, T]) -> Callable[P, T]:
-        def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            began = self._clock()
-            result = call(*args, **kwargs)
-            synchronize(self._device)
-            self._spent[phase] += (self._clock() - began).own
-            return result
-
-        return run
-
-    def _reads(self, stream: TrackedStream) -> Iterator[MicroBatch]:
-        read = self._timed(DATA, lambda: next(stream))
-        while True:
-            micro = read()
-            if micro.seconds is not None:
-                self.read_s.append(micro.seconds)
-            yield micro
-
-    def taken(self) -> dict[str, float]:
-        """Seconds of the updates since the last call by phase, whose sum is their time."""
-        spent, self._spent = dict(self._spent), defaultdict(float)
-        whole = spent.pop("")
-        if "loss" in spent:  # which runs the forward
-            spent["loss"] -= spent["forward"]
-        return {**spent, REST: max(0.0, whole - sum(spent.values()))}
-
 
 UPDATES = 3  # in which what reads a value back from the device is counted
 LOOKS = 8  # in turns, in each of which an update is looked at in every way: their spread is that of the figures
@@ -345,53 +229,3 @@ def _saving_s(trainer: Trainer) -> float | None:
     synchronize(trainer.device)
     with tempfile.TemporaryDirectory(dir=trainer.run_dir) as folder:
         return own_seconds(lambda: checkpoint_io.save(Path(folder), 0, trainer.model.state_dict(), trainer.state()))
-
-
-END = "drivetrain: end"
-IDLE = "the device is idle"
-PROFILED = 5  # updates
-SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-
-
-def device_shares(trainer: Trainer, stream: TrackedStream) -> dict[str, float]:
-    """Shares of an update's time: an accelerator's own of kernels and copies, and the host's that waits for it.
-
-    Empty where the profiler sees nothing of the device.
-    """
-    silence_profiler()
-    # The host, and the device where the profiler knows its type: CUDA, XPU; not MPS.
-    of_device = getattr(ProfilerActivity, trainer.device.type.upper(), ProfilerActivity.CPU)
-    with profile(activities=[*{ProfilerActivity.CPU, of_device}]) as profiler:
-        began = time.perf_counter()
-        for _ in range(PROFILED):
-            update(trainer, stream)
-        with record_function(END):
-            synchronize(trainer.device)
-        whole_us = 1e6 * (time.perf_counter() - began)
-    return _device_shares(profiler.events() or [], whole_us)
-
-
-def _device_shares(events: Iterable[FunctionEvent], whole_us: float) -> dict[str, float]:
-    on_host = [e for e in events if e.device_type == DeviceType.CPU]
-    # A named range of the host, such as torch's own of the optimizer, is repeated on the device, with the gaps in it.
-    on_device = [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
-    if not on_device:
-        return {}
-    copies = [e for e in on_device if e.name.startswith("Memcpy")]
-    end = next(e.time_range.start for e in on_host if e.name == END)  # the profile's own synchronization comes after it
-    waits = sum(e.time_range.end - e.time_range.start for e in on_host if e.name in SYNCHRONIZING and e.time_range.end < end)
-    return {
-        "the device computes": _union_us(e for e in on_device if not e.name.startswith("Memcpy")) / whole_us,
-        "the device copies": _union_us(copies) / whole_us,
-        IDLE: max(0.0, whole_us - _union_us(on_device)) / whole_us,
-        "the host waits for the device": waits / whole_us,
-    }
-
-
-def _union_us(events: Iterable[FunctionEvent]) -> float:
-    """Microseconds in which at least one of the events runs."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted((e.time_range.start, e.time_range.end) for e in events):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
