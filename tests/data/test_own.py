@@ -93,6 +93,15 @@ class Listed(Silent):
 class Rated(Silent):
     answers = [0.5, 1.5, 2.0]
 
+class Graded(Silent):
+    answers = [0.0, 1.0, 2.0]
+
+class Columns(Silent):
+    answers = [torch.tensor([0]), torch.tensor([1]), torch.tensor([1])]
+
+class Truths(Silent):
+    answers = [torch.tensor(False), torch.tensor(True), torch.tensor(True)]
+
 class Several(Silent):
     answers = [torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 0.0]), torch.zeros(3)]
 
@@ -167,7 +176,13 @@ def test_a_batch_is_asked_for_at_once_where_that_can_be():
         (lambda: OwnDataset(target="theirs_data.Stream", train={}, test={}), "must be a map-style Dataset"),
         (lambda: OwnDataset(target="theirs_data.made", train={}, test={"count": 0}), "has no test samples"),
         (lambda: own("Silent"), r"are from 0 to 7, .*: set data\.classes=8 if none is higher, or give"),
-        (lambda: own("Rated"), r"set data\.classes=3 if none is higher, or task=regression where they are no classes"),
+        (lambda: own("Rated"), r"numbers from 0\.5 to 2 with fractions: set task=regression"),
+        (
+            lambda: own("Graded"),
+            r"classes=3 if none is higher, and give int\(y\) in place of torch.float\d\d \(n,\), or task=regression",
+        ),
+        (lambda: own("Columns"), r"set data\.classes=2 if none is higher, and give int\(y\) in place of torch.int64 \(n, 1\)"),
+        (lambda: own("Truths"), r"set data\.classes=2 if none is higher, and give int\(y\) in place of torch.bool \(n,\)"),
         (lambda: own("Several"), r"3 numbers from 0 to 1: set data\.classes=3, and task=multilabel where they are labels"),
         (lambda: own("Several", targets="labels"), r"set data\.classes=3"),
         (lambda: own("Spans"), r"2 numbers from 0 to 9\.5: set task=regression"),

@@ -204,11 +204,16 @@ class OwnDataset(Data):
             several = f"are {y.shape[1]} numbers from {low:.4g} to {high:.4g}"
             if 0 <= low <= high <= 1:
                 raise UserError(f"{seen} {several}: set data.classes={y.shape[1]}, and task=multilabel where they are labels")
-            raise UserError(f"{seen} {several}: set task=regression, or data.classes={y.shape[1]} where they are no numbers")
-        numbers = ", or task=regression where they are no classes" if values.is_floating_point() else ""
+            raise UserError(f"{seen} {several}: set task=regression (labels are a 0 or a 1 for each class)")
+        if values.is_floating_point() and bool(values.frac().any()):
+            raise UserError(f"{seen} are numbers from {low:.4g} to {high:.4g} with fractions: set task=regression")
+        form, numbers = "", ", or task=regression where they are no classes" if values.is_floating_point() else ""
+        unlike = isinstance(y, torch.Tensor) and (y.ndim > 1 or y.dtype not in (torch.int64, torch.uint8))
+        if unlike and self.targets in (None, "class"):
+            form = f", and give int(y) in place of {y.dtype} {trees.shape_of(y)}"
         raise UserError(
             f"{seen} are from {low:.4g} to {high:.4g}, and it does not say how many classes it has: set data.classes="
-            f"{int(high) + 1} if none is higher{numbers}, or give it an attribute `classes`, a list of their names"
+            f"{int(high) + 1} if none is higher{form}{numbers}, or give it an attribute `classes`, a list of their names"
         )
 
     def _log_target(self, dataset: object, example: Tree) -> None:
