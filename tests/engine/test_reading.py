@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import time
+import weakref
 
 import pytest
 import torch
@@ -171,3 +172,26 @@ def test_a_run_that_waits_is_told(make, monkeypatch, caplog):
     trainer.fit()
     said = [line for line in caplog.messages if "waits for data" in line]
     assert said == ["the device waits for data 90 % of the time: loader=threads reads ahead while the device works"]
+
+
+@pytest.mark.parametrize("loader", ["sync", "threads", "workers", "device", "resident"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_holds_no_batch_that_it_has_trained_on(make, monkeypatch, loader, steps):
+    """A batch of images that lives on takes its memory from the device for the whole run."""
+    monkeypatch.setattr(input_checks, "MIN_STEPS", 2)
+    monkeypatch.setattr(input_checks, "MIN_SECONDS", 0.0)
+    words = ["batch=accumulate", f"batch.accumulation_steps={steps}"] if steps > 1 else []
+    trainer = make("data=digits", "epochs=40", "updates=40", f"loader={loader}", *words)
+    came, alive = [], []
+
+    def keep(stream):
+        for batch in stream:
+            came.append(weakref.ref(batch.x))
+            yield batch
+
+    trainer.stream_watchers.insert(0, keep)
+    after = trainer._after_update
+    monkeypatch.setattr(trainer, "_after_update", lambda end: (alive.append(sum(r() is not None for r in came)), after(end))[1])
+    trainer.fit()
+    assert len(alive) == 40
+    assert max(alive[20:]) <= (3 if loader == "threads" else 1)  # a thread has its last batch until it has the next

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -74,18 +75,19 @@ class FirstBatch:
     note: str  # logged after the first step: an error in it comes first
 
     def watch(self, stream: Stream) -> Stream:
-        """Let the stream pass. Raises UserError where targets do not fit."""
-        for first in stream:
-            self.check_targets(first)
-            for name, x in named_leaves(first.x) if self.is_start() else ():
-                if (line := normalisation_warning(x)) is not None:
-                    logger.warning(f"{name}: {line}" if name else line)
-            yield first
-            break
+        """Let the stream pass, and hold no batch of it. Raises UserError where targets do not fit."""
+        yield from map(self._checked, islice(stream, 1))
         if self.note:
             logger.info("%s", self.note)
             self.note = ""
         yield from stream
+
+    def _checked(self, first: MicroBatch) -> MicroBatch:
+        self.check_targets(first)
+        for name, x in named_leaves(first.x) if self.is_start() else ():
+            if (line := normalisation_warning(x)) is not None:
+                logger.warning(f"{name}: {line}" if name else line)
+        return first
 
     def check_targets(self, first: MicroBatch) -> None:
         """Raise UserError if targets do not fit the loss and the model's outputs; it names the first sample that does not."""
@@ -129,16 +131,21 @@ class FirstBatch:
 
 
 def check_waiting(stream: Stream, timer: StepTimer, advice: str | None) -> Stream:
-    """Warn once if the steps wait for data, as soon as enough of them are measured."""
+    """Warn once if the steps wait for data, as soon as enough of them are measured; from then on it holds no batch."""
+    share = yield from wait_measured(stream, timer)
+    if share > MAX_WAIT:
+        logger.warning(f"the device waits for data {100 * share:.0f} % of the time{f': {advice}' if advice else ''}")
+    yield from stream
+
+
+def wait_measured(stream: Stream, timer: StepTimer) -> Generator[MicroBatch, None, float]:
+    """Yield the stream until enough steps are measured. Return the share of the time spent waiting; 0 where it ended before."""
     judged = len(timer.steps)
     for batch in stream:
         yield batch
         if len(timer.steps) < judged + MIN_STEPS:
             continue
         judged = len(timer.steps)
-        if not (steady := timer.steady()) or steady[0] < MIN_SECONDS:
-            continue
-        if steady[1] > MAX_WAIT:
-            logger.warning(f"the device waits for data {100 * steady[1]:.0f} % of the time{f': {advice}' if advice else ''}")
-        break
-    yield from stream
+        if (steady := timer.steady()) and steady[0] >= MIN_SECONDS:
+            return steady[1]
+    return 0.0

@@ -17,6 +17,7 @@ from drivetrain.core.machine.device import memory_now
 from drivetrain.core.options.horizon import Progress
 from drivetrain.core.options.protocols import LogWriter
 from drivetrain.core.options.selection import Figure
+from drivetrain.core.step.microbatch import one_update
 from drivetrain.core.step.step import Stream
 from drivetrain.core.typed import JsonMapping, StateDict
 from drivetrain.engine.flops import Mfu
@@ -78,10 +79,7 @@ class TrainingLog:
 
     def watch(self, stream: Stream) -> Stream:
         """Keep the loss of the run's first update. Nothing waits for the device."""
-        for batch in stream:
-            yield batch
-            if batch.last:
-                break
+        yield from one_update(stream)
         if self.first is None and self.progress.steps == 1:  # no record has taken it yet
             self.first = self.loss_sum.clone()
         yield from stream
