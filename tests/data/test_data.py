@@ -255,7 +255,7 @@ def test_what_is_no_data_is_left_out_and_what_is_not_read_is_said(images):
     linked = ImageFolder(root=str(root), size=8, holdout=0.3).load(CPU)
     assert linked.names == ["cat", "dog", "eel"]
     assert len(linked.train) + len(linked.test) == 37
-    said = "inputs: images of 20×16 to 31×16, as 8×8; not read: 3 .heic (pillow-heif reads them), 1 .txt, 1 .png beside the class"
+    said = "inputs: images of 20×16 to 31×16, as 8×8; not read: 3 .heic (pillow-heif reads them), 1 .txt, 1 .png next to the"
     assert linked.inputs.startswith(said)
     many, twice = linked.doubts
     assert "has many files that are not read: 3 .heic (pillow-heif reads them), 1 .txt" in many

@@ -156,7 +156,7 @@ def predicted(splits, *lines: str, size: int = 100, option=None) -> list[torch.T
         (["x,x", "1,2"], {"target": "x"}, "several columns of one name"),
         (["x,y"], {"target": "y"}, "has no rows"),
         (["x,y", "1,a", "2,", "3,b"], {"target": "y"}, "table.csv:3 has no value in the target column y, 1 of 3 rows"),
-        (["y", "1", "2", "3"], {"target": "y"}, "no column beside the target"),
+        (["y", "1", "2", "3"], {"target": "y"}, "no column except the target"),
         (["x,y", "1,2", "2,3"], {"target": "y", "columns": ["y"]}, "would be given what it is to predict"),
         (["x,y", "1,2", "2,3"], {"target": "y", "columns": ["z:category", "*"]}, "data.columns=z is no column"),
     ],

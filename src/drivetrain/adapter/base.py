@@ -119,7 +119,7 @@ class Lora(Adapter):
         if not chosen:
             run = context.run
             raise UserError(
-                f"{run.named('adapter')} finds no Linear layer to correct in {run.named('model')}, beside the one that gives the "
+                f"{run.named('adapter')} finds no Linear layer to correct in {run.named('model')}, except the one that gives the "
                 "outputs: set adapter=none, or a transformer or multilayer perceptron as model"
             )
         own = sum(p.numel() for p in model.parameters())

@@ -112,7 +112,7 @@ class Bucketed(Batch):
         (padding, imbalance), (padding_now, imbalance_now) = figures
         unequal = f", ranks wait for the busiest {imbalance:.1%} → {imbalance_now:.1%}" if world.size > 1 else ""
         return (
-            f"batch=bucketed: padding {padding:.1%} → {padding_now:.1%} of the tokens{unequal} (beside batch=fixed); "
+            f"batch=bucketed: padding {padding:.1%} → {padding_now:.1%} of the tokens{unequal} (compared with batch=fixed); "
             f"{len(set(self.padded.tolist()))} lengths"
         )
 

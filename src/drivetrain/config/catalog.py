@@ -51,7 +51,7 @@ def default_options() -> JsonMapping:
 
 
 def other_folders(config_dirs: Sequence[str] = ()) -> tuple[Path, ...]:
-    """The option folders besides conf/: the plugins', then the user's."""
+    """The option folders after conf/: the plugins', then the user's."""
     folders = (*(plugin.conf for plugin in plugins.plugins()), *map(Path, config_dirs))
     return tuple(dict.fromkeys(folder.resolve() for folder in folders))
 

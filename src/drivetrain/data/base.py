@@ -541,7 +541,7 @@ class FromFile(HeldOut[P, K, S]):
     validation: Fraction | FileName | Sets | None = 0.1
 
     def places(self, split: str, known: K | None = None) -> dict[str, str]:
-        """Return the files of a split's sets; those of the validation stand beside the training file."""
+        """Return the files of a split's sets; validation files are in the folder of the training file."""
         found, folder = super().places(split), Path(str(self.path)).parent
         return found if split == "test" else {name: str(folder / file) for name, file in found.items()}
 

@@ -15,7 +15,7 @@ from drivetrain.data.cells import Cells, Words, numbers_of, with_nan
 
 PARTS = ("year", "month", "day", "weekday", "hour")  # of a date; Monday is 0
 DATES = "dates are read as 2024-01-31, 31.01.2024, 31/01/2024, 01/31/2024 and 2024/01/31, each with a time or without"
-FORMS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d")  # of dates, beside ISO's
+FORMS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d")  # of dates, in addition to ISO's
 ISO = re.compile(r"(?!0000)[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,9})?)?)?")  # without a time zone
 UNIT = "[$€£¥₹₽₩₺%]|USD|EUR|GBP|CHF|JPY|INR|CNY|[kcm]?m[²³]?|ft[²³]?|sqm|sqft|mi|[km]?g|lbs?|[m]?l|min|h|k?Wh?|°[CF]?"
 SPACES = "\u00a0\u202f"  # that do not end a line, as in 1 234

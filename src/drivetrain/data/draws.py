@@ -14,7 +14,7 @@ from drivetrain.core.user import state as owned
 from drivetrain.data import sharing
 
 STREAM = 10  # of the keys of samples
-TOGETHER = 11  # of the key of the function that makes a batch, beside that of its first sample
+TOGETHER = 11  # of the key of the function that makes a batch; the rest is its first sample's key
 B = TypeVar("B")  # a batch
 
 

@@ -90,7 +90,7 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known, "Images | Texts"
         return every.subset(order[count:].sort().values), every.subset(order[:count].sort().values)
 
     def places(self, split: str, known: Known | None = None) -> dict[str, str]:
-        """Return the splits that are a set each: those that are named, or called so; one beside train is the test set."""
+        """Return the splits that are a set each: the named ones, or those called so; one next to train is the test set."""
         found, tests, splits = super().places(split), super().places("test"), () if known is None else known[0]
         usual = [name for name in VALIDATION if name in splits][:1] if tests or "test" in splits else []
         own = [name for name in usual if name not in tests.values()] if self.validation == "auto" else []

@@ -267,7 +267,7 @@ class ImageFolder(PictureData, HeldOut[Images, Folders, Images]):
         listed = listing.walk(root, IMAGES)
         own, tests = (list(self.places(split).values()) for split in ("validation", "test"))
         layout = listing.find(root, listed, None if self.validation == "auto" else own, tests)
-        beside = Counter(f"{os.path.splitext(name)[1]} beside the class folders" for name in listing.strays(listed, layout.train))
+        beside = Counter(f"{os.path.splitext(n)[1]} next to the class folders" for n in listing.strays(listed, layout.train))
         others = ", ".join(f"{name}/" for name in layout.not_read)
         said = ", ".join(filter(None, [others, listing.said(listed.passed_over), listing.said(beside)]))
         return Folders(layout, sorted(layout.train.folders), f"not read: {said}" if said else "", listing.doubts(root, listed))
@@ -329,7 +329,7 @@ Separator = Annotated[str, one_of(",", ";", "|", "/", " ")]
 
 @dataclass(kw_only=True, eq=False)
 class LabelsCsv(PictureData, FromFile[Cells, Known, Images]):
-    """Images, and a table beside them with a row for each: its file, and a class, several labels, or numbers.
+    """Images, and a table with a row for each: its file, and a class, several labels, or numbers.
 
     The share `holdout` of the images is held out, chosen by the hash of their names, unless there is a table for the test.
     """

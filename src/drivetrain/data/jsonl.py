@@ -197,7 +197,7 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
         return tokenizer(texts) if self.label is None else tokenizer.whole(texts, self.length)
 
     def _about(self) -> dict[str, object]:
-        """Return what decides the tokens of a file beside its content and the tokenizer."""
+        """Return the settings that change the tokens of a file."""
         return {
             "reads": type(self).__name__, "text": self.text, "label": self.label, "length": self.length,
             "encoding": self.encoding,

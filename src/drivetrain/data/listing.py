@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from drivetrain.core.errors import DataError, UserError, refuse
 
 IMAGES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".webp", ".avif", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
-# Files that systems and tools leave beside data. Names that begin with a dot are no data either.
+# Files that systems and tools leave among data. Names that begin with a dot are no data either.
 JUNK = frozenset(
     ("__macosx", "@eadir", "#recycle", "$recycle.bin", "system volume information", "lost+found", "thumbs.db", "desktop.ini")
 )
@@ -119,18 +119,18 @@ WORDS = {
     "train": ("train", "training", "trn"), "test": ("test", "testing", "tst"),
     "validation": ("val", "valid", "validation", "dev"),
 }  # fmt: skip
-FILLER = frozenset(("set", "sets", "data", "dataset", "image", "images", "img", "imgs", "split"))  # words that may stand beside
+FILLER = frozenset(("set", "sets", "data", "dataset", "image", "images", "img", "imgs", "split"))  # beyond a set's word
 
 
 @dataclass
 class SetFolders:
-    """The folder of each set that has one, and what else lies beside them."""
+    """The folder of each set that has one, and the folders of no set."""
 
     train: Folder
     # The folders of the sets by their names. No test: a share of the training files; no validation: there is none of its own.
     test: dict[str, Folder] = field(default_factory=dict)
     validation: dict[str, Folder] = field(default_factory=dict)
-    not_read: list[str] = field(default_factory=list)  # folders beside train/ that are no set's
+    not_read: list[str] = field(default_factory=list)  # folders next to train/ that are no set's
 
     def origins(self, held_out: str) -> dict[str, str]:
         """Return where each set comes from, in words; `held_out` is that of a test set without a folder."""
@@ -145,7 +145,7 @@ def find(root: str, listed: Folder, validation: Sequence[str] | None, test: Sequ
 
     A folder with nothing but one folder of folders is passed through. `validation` names the folders of these sets; None takes
     the one that is called so, where there is a test set too. `test` names those of the test; else it is the one called so.
-    Where a set's name is not among the usual ones, the folder beside train/ is not read. Raises UserError where the folders
+    A folder next to train/ with an unusual name is not read. Raises UserError where the folders
     could be read in two ways.
     """
     named = roles(list(listed.folders))
@@ -201,7 +201,7 @@ def _sets(
 def roles(names: Sequence[str]) -> dict[str, str]:
     """Return which set each folder is named after, for those that are: training_set, seg_train, train2017, …
 
-    A name has one word of a set, and beside it numbers, filler, or words that all such names share.
+    A name has one word of a set; its other words are numbers, filler, or words that all such names share.
     """
     words = {name: _words(name) for name in names}
     like = {name: of[0] for name in names if len(of := [kind for word in words[name] if (kind := _kind(word))]) == 1}
@@ -275,7 +275,7 @@ def class_folders(folder: Folder) -> list[str]:
 
 
 def strays(folder: Folder, read: Folder) -> Iterator[str]:
-    """Yield the files that lie beside class folders or sets, on the way to the folder that is read."""
+    """Yield the files next to class folders or sets, on the way to the folder that is read."""
     yield from folder.files
     if folder is not read:
         for inside in folder.folders.values():

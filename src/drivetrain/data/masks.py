@@ -1,4 +1,4 @@
-"""Images with masks beside them: a class for each pixel."""
+"""Images with masks: a class for each pixel."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ Known = tuple["MaskReading", Sequence[str]]  # how masks are read, and what look
 class Masks(ImageData, HeldOut["MaskedImages", Known, "MaskedImages"]):
     """Images and their masks: `root` holds the folders `images` and `masks`, whose files have the same names.
 
-    What a mask's values mean follows from those of all masks, or `values` lists them in the order of the classes. Pixels of
-    the value `ignore` do not count, where it stands beside class numbers. Image and mask have one geometry: both are turned
+    What a mask's values mean follows from those of all masks, or `values` lists them in the order of the classes. Pixels of the
+    value `ignore` do not count where the other values are class numbers. Image and mask have one geometry: both are turned
     upright, cropped in their middle to the shape of `size` and resized to it, the mask by the nearest pixel. The share
     `holdout` of the images is held out, chosen by the hash of their names.
     """
@@ -179,7 +179,7 @@ def _name_of(path: str) -> str:
 def classes_of(found: Sequence[int], ignore: int | None, palettes: bool, classes: int | None, where: str) -> list[int]:
     """Return the value of each class of masks that hold these values, in order. Raises DataError where they do not decide it.
 
-    Two values, 0 and another, are two classes. Small numbers are class numbers, and `ignore` beside them does not count.
+    Two values, 0 and another, are two classes. Small numbers are class numbers, and `ignore` among them does not count.
     """
     kept = [value for value in found if value != ignore]
     some = ", ".join(_named(value) for value in found[:10]) + (", …" if len(found) > 10 else "")

@@ -45,7 +45,7 @@ def between_processes(read: Read, size: int, kept: Mapping[str, object]) -> str 
 def between_threads(read: Read, size: int, kept: Mapping[str, object]) -> str | None:
     """Read some samples by one thread, then by two that take turns; return what differs and why it may, None: nothing."""
     if found := _connection(kept, threads=True):
-        return f"{found} is a connection, and no lock is kept beside it: all threads would ask by it at once"
+        return f"{found} is a connection without a lock: all threads would use it at once"
     chosen = sorted({size * n // 4 for n in range(4)})
     try:
         alone = [[read(index) for index in chosen] for _ in range(2)]

@@ -291,7 +291,7 @@ class Tabular(TabularData, FromFile[Cells, Known, "Rows | TextRows"], TextData):
         others = [name for name in table.names if name not in given] if "*" in given or not given else []
         names = [name for name in (table.names if others else given) if name not in targets and given.get(name) != "unused"]
         if not names:
-            raise UserError(f"{self.path} has no column beside the target: there is nothing to predict it from")
+            raise UserError(f"{self.path} has no column except the target: there is nothing to predict it from")
         return names, {**dict.fromkeys(others, given.get("*", "")), **given}
 
     def read_set(self, place: str, known: Known, split: str) -> Cells:

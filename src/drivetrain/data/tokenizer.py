@@ -30,7 +30,7 @@ from drivetrain.data.stored import END, KEY, LABEL, TEXTS, Sample, StoredSamples
 from drivetrain.data.untrusted import MOST_GROWTH, digest_of, growth
 
 KEPT = "tokenizer.json"  # in the run's directory
-SETTINGS = "tokenizer_config.json"  # beside the file of a model's own tokenizer
+SETTINGS = "tokenizer_config.json"  # in the folder of a model's own tokenizer
 MOST_DIGITS = 7  # of a token's number in a tokenizer.json
 LISTS = ("vocab", "merges")  # of a model of byte pairs; the rest are settings
 SWITCHES = dict[str, bool | None]
@@ -410,9 +410,9 @@ def key_of(text: str) -> int:
 
 
 def tokenized(paths: Sequence[Path], about: Mapping[str, object], cache: str | None, prepare: Callable[[], Work]) -> Documents:
-    """Return the documents of some files. `about` decides their tokens beside the content; `cache` is the setting data.cache.
+    """Return the documents of some files. Their tokens follow from the content and `about`; `cache` is the setting data.cache.
 
-    `prepare` is asked where they are not in the cache already. Raises UserError.
+    `prepare` is called where the cache lacks them. Raises UserError.
     """
     size = sum(path.stat().st_size for path in paths)
     if size < LARGE:

@@ -76,7 +76,7 @@ class WebDataset(PictureData, HeldOut["ShardImages", None, "ShardImages"]):
                 yield f"data.{setting}={pattern}: {missing[0]} is no file ({len(missing)} of {len(names)} shards are not there)"
 
     def places(self, split: str, known: None = None) -> dict[str, str]:
-        """Return the shards of a split's sets; those of the validation stand beside those of training."""
+        """Return the shards of a split's sets; validation shards are in the folder of the training shards."""
         found, folder = super().places(split), str(self.train).rpartition("/")[0]
         return found if split == "test" else {name: os.path.join(folder, each) for name, each in found.items()}
 

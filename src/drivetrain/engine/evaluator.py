@@ -50,7 +50,7 @@ class Evaluator:
     eval_weights: Callable[[], AbstractContextManager[None]]  # a context in which the model holds the weights to evaluate
     ema: Ema
     loss: Loss
-    meters: Sequence[Metric]  # the metrics beside those of the loss
+    meters: Sequence[Metric]  # the configured metrics, in addition to the loss's own
     units: Callable[[Tree], Tree]  # turns outputs and targets into those that the metrics measure
     measured: Callable[[Tree], Tree]  # takes the part of an output that metrics measure
     selected: str  # the metric that ranks models
@@ -87,7 +87,7 @@ class Evaluator:
     def shares(self, kind: TargetKind | None) -> dict[str, int]:
         """Return the figures that are shares of a set's samples, each with one answer, and how many these are.
 
-        `kind` is that of the targets: of masks, tokens and labels a sample has several answers, which depend on each other.
+        `kind` is the targets' kind. A sample of masks, tokens or labels has several answers, which depend on each other.
         """
         if self.max_batches is not None or kind not in ("class", None):
             return {}

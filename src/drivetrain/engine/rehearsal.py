@@ -286,7 +286,7 @@ def _value(tensor: torch.Tensor) -> object:
     Every other fake tensor reads as 0, as of an overflow that did not happen.
     """
     if isinstance(tensor, FakeTensor):
-        if tensor.constant is not None:  # made of numbers alone: torch keeps its value beside
+        if tensor.constant is not None:  # made of numbers alone: torch keeps its value in addition
             with _disable_current_modes():
                 return tensor.constant.item()
         return False if tensor.dtype == torch.bool else 0.0 if tensor.is_floating_point() else 0
@@ -298,7 +298,7 @@ PARAMETERS, GRADIENTS, STATE, BATCH = "parameters", "gradients", "optimizer stat
 BY_LINE = 4  # numbers that are tried by the line between two peaks; the first is nearly exact, as most memory grows by a line
 CLOSE = 0.02  # of the limit: near enough
 BUFFERS = 0.1  # of the activations: kernels' own buffers, which fake tensors do not show
-HEAP = 1.0  # of the activations: what the heap of a process on a CPU takes beside them, approximately
+HEAP = 1.0  # of the activations: the further heap of a process on a CPU, approximately
 
 
 @dataclass
@@ -465,7 +465,7 @@ def fewest(peak: Callable[[int], float], most: int, limit: float) -> tuple[int, 
 
 
 def peak_bytes(record: StepRecord, beside: float = BUFFERS) -> float:
-    """The bytes of a step's tensors at their peak, and a share of the activations `beside` them."""
+    """The bytes of a step's tensors at their peak, plus `beside` times those of the activations."""
     return sum(record.peak.values()) + beside * record.peak[OTHER]
 
 

@@ -326,13 +326,13 @@ class Trainer:
 
     @reads_device_on_purpose
     def save(self) -> None:
-        """Save the state after the last update, and that of the callbacks."""
+        """Save the state after the last update, with the callbacks' state."""
         self.writer.save(self)
         self.saving.restart(self.progress.updates)
         self.callbacks.save()
 
     def _stateful(self) -> dict[str, Stateful]:
-        """The parts with a state, beside progress and optimizer, in the order in which they are restored after these."""
+        """The parts with a state in the order of their restoring; progress and optimizer are restored before."""
         return {
             "scheduler": self.scheduler, "precision": self.precision, "ema": self.ema, "batch": self.batch,
             "stopping": self.stopping, "loader": self.loader, "log": self.log, "owned": self.owned,

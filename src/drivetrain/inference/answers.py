@@ -23,7 +23,7 @@ class Answers(Outputs):
 
     most: int = 256  # tokens of an answer
     temperature: float = 0.0  # 0: the likeliest token each time
-    stops: Sequence[str] = ()  # texts before which an answer ends, besides the ends learnt in training
+    stops: Sequence[str] = ()  # texts before which an answer ends, in addition to the ends learnt in training
     seed: int = 0
     _first: int = 0  # number of the next block's first prompt
 

@@ -93,7 +93,7 @@ class ComparingLoss(Loss):
 
     @abstractmethod
     def right(self, embeddings: Tree, target: Tree) -> Sequence[torch.Tensor]:
-        """A group's sums for the metrics besides the loss, 0-d: the number of samples with the right nearest one."""
+        """A group's sums for the metrics other than the loss, 0-d: the number of samples with the right nearest one."""
 
     def joined(self, x: Tree) -> Tree:
         """A batch's model inputs: the views (n, views, …) of all samples, one view after the other."""

@@ -12,16 +12,16 @@ import numpy as np
 
 from drivetrain.core.step.microbatch import MicroBatch
 
-LOSS, INPUTS = "the loss", "the inputs"  # sizes beside "output of …", "gradient of …" and "update of …"
+LOSS, INPUTS = "the loss", "the inputs"  # sizes, like "output of …", "gradient of …" and "update of …"
 
-RECENT, SPIKE = 5, 4.0  # losses before, which say what was usual; times their spread
+RECENT, SPIKE = 5, 4.0  # preceding losses that define the usual loss; times their spread
 FLOOR, LEAST = 0.1, 0.01  # their spread is at least this share of the usual loss, and of the run's first
-FEW, MOST_OF_IT = 0.1, 0.75  # of an update's samples may explain so much of what the loss is above the usual one
-AS_BEFORE = 0.25  # of its loss a sample had at the earlier weights already, or it was among the worst there
+FEW, MOST_OF_IT = 0.1, 0.75  # of an update's samples may explain this share of the loss above the usual one
+AS_BEFORE = 0.25  # a sample had this share of its loss at the earlier weights already, or it was among the worst there
 ODD = 100.0  # times the median of the samples' largest values
 FEWEST = 5  # updates that give a range
 BEYOND, FAR_BEYOND = 3.0, 10.0  # times its range: an output; gradients and updates, which vary more
-WORTH = 1.5  # times: what is less is not told
+WORTH = 1.5  # times: a smaller excess is not reported
 FAST = 0.1  # of the size of a matrix: a large update
 
 Sizes = dict[str, float]
@@ -66,25 +66,25 @@ class Cause(NamedTuple):
 
 
 class SizeRange(NamedTuple):
-    """A size of an update beside those of the updates before."""
+    """A size of an update next to its range in the updates before."""
 
     what: str
     update: int
     size: float
     low: float
     high: float
-    times: float  # that it is beyond its range; 1: it is within
+    times: float  # by how much it is beyond its range; 1: it is within
 
 
 def height(loss: float, before: Sequence[float], least: float = 0.0) -> float:
-    """How far a loss is above those before, by their own spread, which is at `least` so much."""
+    """How far a loss is above the losses before, in units of their spread, which is at least `least`."""
     usual = median(before[-RECENT:] or [0.0])
     spread = median([abs(each - usual) for each in before[-RECENT:]] or [0.0])
     return (loss - usual) / (spread + FLOOR * abs(usual) + least + 1e-12) if math.isfinite(loss) else math.inf
 
 
 def worse(*values: float) -> float:
-    """The largest of some sizes; what is not finite is larger than all."""
+    """The largest of some sizes; one that is not finite is larger than all."""
     return max(value if math.isfinite(value) else math.inf for value in values)
 
 
@@ -97,7 +97,7 @@ def ranked(samples: Sequence[LookedAt]) -> list[LookedAt]:
 
 
 def ranges(history: dict[int, Sizes], update: int) -> Iterator[SizeRange]:
-    """Yield the sizes of an update in the order in which they come about: forward, backward, update."""
+    """Yield the sizes of an update in their order: forward, backward, update."""
     for what, value in history[update].items():
         before = [sizes[what] for at, sizes in history.items() if at < update and math.isfinite(sizes.get(what, math.nan))]
         low, high, times = min(before, default=math.nan), max(before, default=math.nan), 1.0

@@ -51,7 +51,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]  # a class witho
                 self._adam(p.detach(), p.grad, *moments, lr, *settings, IS_ADAMW=True, BF16_STOCHASTIC_ROUND=False)
 
     def state_dict(self) -> StateDict:
-        """The state in plain tensors: a moment's codes (uint8) under its name, and its scales beside."""
+        """The state in plain tensors: a moment's codes (uint8) under its name, its scales under another."""
         found = super().state_dict()
         return {**found, "state": {i: _unpacked(values) for i, values in found["state"].items()}}
 

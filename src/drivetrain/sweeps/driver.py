@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TAIL = 4096  # bytes at the end of a metrics.jsonl with its last records
-RESERVED_LINES = 8  # lines of the screen besides the table
+RESERVED_LINES = 8  # lines of the screen outside the table
 
 
 def progress(entry: StoredJob) -> tuple[JsonObject, int | None]:

@@ -1,4 +1,4 @@
-"""The tasks. What a task sets is the mapping `preset` of its file; its class checks that what was set besides fits."""
+"""The tasks. A task sets the values of the mapping `preset` in its file; its class checks that the other settings fit."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class TextClassification(Task):
 
 
 class ContrastiveTask(Task):
-    """Two views of each sample, which the model learns to recognise among those of others."""
+    """Two views of each sample, which the model learns to recognise among the views of others."""
 
     targets = ("pair",)
     fitting_data = "digits"

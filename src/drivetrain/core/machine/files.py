@@ -148,7 +148,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def beside(path: Path, mode: int = 0o666) -> Iterator[tuple[BufferedWriter, Path]]:
-    """Open a new file beside another, locked, until the context ends. Those that killed processes have left are removed."""
+    """Open a new file in the folder of another, locked, until the context ends. Files left by killed processes are removed."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.writing-????????"):
         with contextlib.suppress(OSError), opened(left, "ab") as file:
             if locks(file):
@@ -163,12 +163,12 @@ def beside(path: Path, mode: int = 0o666) -> Iterator[tuple[BufferedWriter, Path
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-    with beside(path, mode) as again:  # another process had taken it for a left one, before it was locked
+    with beside(path, mode) as again:  # another process took it for a left one before it was locked
         yield again
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole: to a temporary file, which is synced and renamed. What stood there, a link too, is replaced."""
+    """Write a file whole: to a temporary file, which is synced and renamed. A file or link at the path is replaced."""
     try:
         with beside(path) as (file, temporary):
             file.write(content)

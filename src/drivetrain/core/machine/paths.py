@@ -44,7 +44,7 @@ added: set[str] = set()  # what `add_import_paths` put on sys.path: the user's f
 
 
 def add_import_paths(config_dirs: Sequence[str]) -> None:
-    """Make the user's own classes importable from beside their options. Raises UserError."""
+    """Make the user's own classes importable from the folder that holds their options' folder. Raises UserError."""
     refuse(f"--config-dir {d} is no directory" for d in config_dirs if not Path(d).is_dir())
     for folder in (str(Path(config_dir).resolve().parent) for config_dir in config_dirs):
         if folder not in sys.path:

@@ -161,7 +161,7 @@ NAME_PATTERN = Text(r"[\w.*?\[\]!-]{1,200}", "a parameter's or module's name, wi
 EPOCHS = Text(r"\d{1,9}(\.\d{1,9})?ep", "a number of epochs such as 5ep")
 # Below 1: a share of the run; a whole number: updates; "5ep": epochs (read by horizon.Horizon).
 Length = float | Annotated[str, EPOCHS]
-FILE_NAME = Text(r"\w[\w.-]{0,99}", "a plain name of a file or folder beside the data, not a path")
+FILE_NAME = Text(r"\w[\w.-]{0,99}", "a plain name of a file or folder next to the data, not a path")
 
 Name = Annotated[str, PLAIN_NAME]  # of a metric, a split, a class of modules
 FigureName = Annotated[str, Text(r"([A-Za-z_]\w{0,99}/)?[A-Za-z_]\w{0,99}", "a metric's name, such as f1 or noisy/f1")]

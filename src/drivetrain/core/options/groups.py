@@ -443,7 +443,7 @@ class Precision:
         """Return the tensor to call backward on, where the caller does so itself."""
 
     def update_state(self) -> list[torch.Tensor]:
-        """Return the tensors that an update changes besides those of the model and the optimizer."""
+        """Return the tensors that an update changes in addition to the model's and the optimizer's."""
         return []
 
 

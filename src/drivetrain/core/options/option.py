@@ -47,7 +47,7 @@ class Option:
     does the work in a run.
     """
 
-    # The claim of an option beside its group's off switch, or beside others of its group that claim the same. `drivetrain
+    # The claim of an option against its group's off switch, or against others of its group that claim the same. `drivetrain
     # compare` and `certify` test it. A class inherits `changes` alone; of a base class that is exact or close it states its own,
     # or the contract test asks for it: what it does not say, it does not claim.
     effect: ClassVar[Effect] = "changes"

@@ -11,11 +11,11 @@ TENSORS = (
     "lora_transposed",
     "lora_weight_scale",
     "dora_magnitude",
-)  # beside a layer's weight, under its name
+)  # next to a layer's weight, under its name
 
 FACTOR = "*.lora_b"  # the names of an adapter's factors that are 0 at first
 
-# The 16 numbers that 4 bits stand for: quantiles of the normal distribution, and 0 (NF4 of QLoRA, Dettmers et al. 2023).
+# The 16 numbers that 4 bits encode: quantiles of the normal distribution, and 0 (NF4 of QLoRA, Dettmers et al. 2023).
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,

@@ -32,7 +32,7 @@ def taken_over(module: torch.nn.Module, cls: type[M]) -> M:
 def put_in_place(model: torch.nn.Module, pairs: Iterable[tuple[torch.nn.Module, torch.nn.Module]]) -> None:
     """Replace the first of each pair by the second, wherever the model holds it: the keys of its state dict stay.
 
-    A list, tuple or attribute that holds one of them beside (past torch's registration) gets the new one too. Raises
+    A list, tuple or attribute that also holds one of them (past torch's registration) gets the new one too. Raises
     ValueError where the model itself is to be replaced.
     """
     new = {id(module): made for module, made in pairs}

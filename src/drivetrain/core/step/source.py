@@ -15,7 +15,7 @@ from drivetrain.core.world import World
 
 
 class Source(Protocol):
-    """Samples that are read by index, a batch at a time. What a source can do beside that, its class says; by default nothing."""
+    """Samples that are read by index, a batch at a time. A class declares its further abilities; by default none."""
 
     parallel_read: bool = False  # reading one sample is work, such as decoding, which threads should share
     crops: bool = False  # it crops samples while it reads them (CroppingSource)

@@ -3,8 +3,8 @@
 
 For the run as it is, the start-up counts, and then as many updates as the run has. A start is what a process takes beyond its
 updates at their steady pace: building, compiling, starting readers and ranks, the first batch. Each round starts a process of
-each variant. The first one may find nothing in the caches that it fills, above all that of compiled kernels. The next run on this
-machine finds what the later rounds found, so these count, and the first is told beside.
+each variant. The first one may find nothing in the caches that it fills, above all that of compiled kernels. The next run on
+this machine finds what the later rounds found, so these count, and the first start is reported next to them.
 
 A comparison whose interval is to be trusted never stops because one variant is ahead: it stops on the interval's width alone.
 A search may drop variants that are behind, by the time of the whole run where its length is known, because that makes no other
@@ -602,7 +602,7 @@ def _numbers(axis: charts.Axis) -> str:
 
 
 def _bar(axis: charts.Axis, row: Row, first: bool) -> str:
-    """The drawing of a variant's ratio and its interval, beside the line of 1."""
+    """The drawing of a variant's ratio and its interval, with the line of 1."""
     line = f'<line class="one" x1="{axis.at(1):.1f}" x2="{axis.at(1):.1f}" y1="0" y2="18"/>'
     if row.ratio is None:
         return f'<svg class="ratio" viewBox="0 0 {BAR_WIDTH} 18" role="img" aria-label="not measured">{line}</svg>'

@@ -2,10 +2,10 @@
 
 A machine's speed drifts by more than most techniques gain, so no variant runs alone for long. In each round the variants run
 short timed blocks in the order A B C C B A, and ratios are taken within a round. A variant that waits has nothing under way on
-its device, and is stopped as a whole (SIGSTOP to its process group, with its workers and ranks), so that it neither
-prefetches nor spins while another one is timed. It keeps its memory: where not all variants fit, a round runs them in groups,
-each beside the first variant. Each round starts fresh processes, because two processes of the same variant differ by 2 % or more
-for as long as they live (memory layout and the like): rounds in one pair of processes would agree with each other, and be wrong.
+its device, and is stopped as a whole (SIGSTOP to its process group, with its workers and ranks), so that it neither prefetches
+nor spins while another one is timed. It keeps its memory: where not all variants fit, a round runs them in groups, each with
+the first variant. Each round starts fresh processes, because two processes of the same variant differ by 2 % or more for as
+long as they live (memory layout and the like): rounds in one pair of processes would agree with each other, and be wrong.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def read_memory(device: torch.device, world: World) -> DeviceMemory:
 
 
 def fits(need: int | None, live: Sequence[DeviceMemory]) -> bool:
-    """True if a variant fits beside live ones; the last was read last. `need`: its own memory, where it has run already."""
+    """True if a variant fits into memory with the live ones, the newest last. `need`: its own memory, if it has run already."""
     if not live or live[-1].free is None:
         return True
     return MARGIN * (need or max(reading.used for reading in live)) <= live[-1].free
@@ -450,7 +450,7 @@ def _run_round(variants: Sequence[Variant], number: int, block_s: float) -> None
 
 
 def _start_group(baseline: Variant, waiting: deque[Variant], number: int, block_s: float) -> list[Variant]:
-    """Start the next variants that fit into memory beside the baseline, at least one, and take them from those that wait."""
+    """Start the next variants that fit into memory with the baseline, at least one, and take them from those that wait."""
     group: list[Variant] = []
     while waiting:
         variant = waiting[0]
@@ -458,7 +458,7 @@ def _start_group(baseline: Variant, waiting: deque[Variant], number: int, block_
         if group and not fits(variant.memory and variant.memory.used, live):
             break
         _try(variant, lambda variant: variant.start(number, block_s))
-        if group and variant.error is not None and ran_out(variant.error):  # it may fit beside the baseline alone
+        if group and variant.error is not None and ran_out(variant.error):  # it may fit with the baseline alone
             variant.stop()
             variant.error = None
             break

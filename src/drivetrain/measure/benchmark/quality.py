@@ -14,7 +14,7 @@ alpha spending (Lan & DeMets 1983) with Pocock's spending function. The margin i
 uncertainty counts too (that of a standard deviation of normal values), unless `margin` gives it.
 
 With asks=better, seeds go on until a variant is BETTER or WORSE than the first in the metric (a margin of 0), each at a level of
-5 % for all variants and looks, by the same procedures. What that found stands beside PASS and FAIL.
+5 % for all variants and looks, by the same procedures. BETTER or WORSE is shown next to PASS and FAIL.
 """
 
 from __future__ import annotations

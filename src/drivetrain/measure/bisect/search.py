@@ -119,7 +119,7 @@ class Measurer:
     This one measures samples a second, in rounds of fresh processes: a round's figure is the ratio to GOOD's rate.
     """
 
-    sign, least = " ×", LEAST_ROUNDS  # beside an effect; figures that give an interval
+    sign, least = " ×", LEAST_ROUNDS  # unit of an effect; figures that give an interval
 
     def __init__(self, subsets: Subsets, settings: BisectSettings, until: float) -> None:
         """`until`: of time.monotonic."""

@@ -157,7 +157,7 @@ def hand_on(verb: str, file: Path, done: Comparison, specs: Sequence[VariantSpec
 def write(
     file: Path, verb: str, what: str, than: str, job: Job, before: Job, row: Row, base: Row, notes: Sequence[str] = ()
 ) -> None:
-    """Write the recipe of a job, with what was measured of it beside the one before: the evidence as comments, and its claim.
+    """Write the recipe of a job, with its measurement against the job before: the evidence as comments, and its claim.
 
     The recipe leaves out the user's own code and paths, and saving=none, which measuring sets. Where the baseline differs in
     those there can be no claim: a comment says so instead.

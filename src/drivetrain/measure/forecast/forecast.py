@@ -1,4 +1,4 @@
-# long: the parts of a forecast add up, and are told as they are computed
+# long: the parts of a forecast add up, and are shown as they are computed
 """`drivetrain forecast`: peak memory, time and limits of a run before it is started, in the process that may build it."""
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def plan(overrides: Sequence[str], config_dirs: Sequence[str], device: str) -> P
         validate.validate_device(job.run)
     if (tokens := job.run.batch.tokens) is not None:
         raise UserError(
-            f"batch.tokens={tokens}: how many samples that is, only reading them tells: set batch.tokens=null, and "
+            f"batch.tokens={tokens}: only reading the samples shows how many that is: set batch.tokens=null, and "
             "batch.global_batch to the samples of an update"
         )
     return PlannedRun(tuple(overrides), tuple(config_dirs), job, device, tuple(_notes(job, device)))
@@ -248,7 +248,7 @@ UNREADABLE = (RuntimeError, NotImplementedError, AssertionError, TypeError, Valu
 
 
 def of_process(tensors: Uncertain, beside: Uncertain) -> Uncertain:
-    """The peak of a CPU's process by that of its tensors and what it holds `beside` them; that of the tensors where it is 0."""
+    """The peak of a process on a CPU: its tensors' peak and the memory `beside` them; the tensors' peak alone where that is 0."""
     return tensors + beside + HEAP.times(tensors.value) if beside.value else tensors
 
 
@@ -308,9 +308,9 @@ class Subject:
     ranks: Ranks
     rehearsal: Rehearsal
     device: DeviceLimits
-    beside: Uncertain  # bytes that the process of this machine's CPU holds beside its tensors: Python, torch, the data
+    beside: Uncertain  # bytes of a process on this machine's CPU without its tensors: Python, torch, the data
     timed: dict[str, roofline.Timed] = field(default_factory=dict)  # operations by signature, where it is this machine
-    blocks: Sequence[torch.nn.Module] = ()  # that are recomputed beside those of the trainer
+    blocks: Sequence[torch.nn.Module] = ()  # recomputed in addition to the trainer's
 
     @classmethod
     def of(cls, plan: PlannedRun, trainer: Trainer) -> Subject:
@@ -414,7 +414,7 @@ def _first_updates(trainer: Trainer) -> float:
 
 
 def _room(device: DeviceLimits, limit: float) -> float:
-    """The bytes that an allocator may hold: the driver and libraries have theirs beside it."""
+    """The bytes that an allocator may hold, without those of the driver and libraries."""
     return FILLED * limit - device.reserved.value
 
 
@@ -564,7 +564,7 @@ def _facts(found: Forecast) -> dict[str, str]:
     work = f"{found.flops / 1e9:,.4g} GFLOP, {found.moved_bytes / 1e9:,.3g} GB moved, {found.operations:,} operations"
     shares = sorted(found.shares.items(), key=lambda item: -item[1])
     named = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares if share > 0.005)
-    beside = f"{_figure(tensors, size)}; beside them {size(peak.value - tensors.value)}, also freed memory"
+    beside = f"{_figure(tensors, size)}; without them {size(peak.value - tensors.value)}, also freed memory"
     timed = f"{100 * found.timed_share:.0f} % of it, operation by operation; the rest is a roofline"
     return {
         "forecast for": f"{f'{found.ranks} × ' if found.ranks > 1 else ''}{found.device} ({found.source})",

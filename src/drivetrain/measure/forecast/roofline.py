@@ -86,7 +86,7 @@ class DeviceLimits:
     kernel_s: Uncertain = KERNEL_S  # the shortest time of a kernel
     host_s: Uncertain = HOST_S  # for one operation on the host: Python, the dispatcher and the launch
     view_s: Uncertain = VIEW_S  # for an operation that moves nothing
-    reserved: Uncertain = RESERVED  # beside the allocator: the driver's context and libraries
+    reserved: Uncertain = RESERVED  # outside the allocator: the driver's context and libraries
     workspaces: Uncertain = WORKSPACES
     fragmentation: Uncertain = FRAGMENTATION  # what the caching allocator holds, as a factor of what is in use
     correction: Uncertain = ONE  # of the time: what was measured, divided by what was forecast
@@ -150,7 +150,7 @@ EAGER = CompiledShares()
 
 
 class Timed(NamedTuple):
-    """The cost of one operation here: seconds, and bytes that its kernel allocates beside its results while it runs."""
+    """The cost of one operation here: seconds, and the temporary bytes of its kernel, without its results."""
 
     seconds: float
     workspace: int
@@ -308,7 +308,7 @@ def _tensor(spec: rehearsal.Spec, device: torch.device) -> torch.Tensor:
 
 
 def _workspaces(operations: Sequence[rehearsal.Operation], device: torch.device, until: float) -> dict[str, int]:
-    """Call each operation once, which also prepares its kernel; the bytes that it allocates beside its results."""
+    """Call each operation once, which also prepares its kernel; return its temporary bytes, without its results."""
     if device.type != "cpu":
         return {o.signature: _on_device(o, device) for o in operations if time.perf_counter() < until}
     most: dict[str, int] = {}
@@ -391,7 +391,7 @@ def bandwidth(device: torch.device) -> float:
 
 @cache
 def _host_seconds(device: torch.device) -> float:
-    """The host's time for one operation of a step beside the operation itself: modules, autograd and Python."""
+    """The host's time for one operation of a step, without the operation itself: modules, autograd and Python."""
     layers = [m for _ in range(LAYERS) for m in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.LayerNorm(WIDTH), torch.nn.GELU())]
     network = torch.nn.Sequential(*layers).to(device)
     x, weight, bias = (torch.ones(*shape, device=device) for shape in ((2, WIDTH), (WIDTH, WIDTH), (WIDTH,)))

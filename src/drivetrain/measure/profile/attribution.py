@@ -26,7 +26,7 @@ def together(several: Iterable[Samples]) -> Samples:
 
 @dataclass
 class CodeLine:
-    """A line of the user's own code; shares are those of a step's time, counts those of one update."""
+    """A line of the user's own code; shares are of a step's time, counts of one update."""
 
     place: str  # file:line in function
     text: str = ""
@@ -68,7 +68,7 @@ class Attribution:
 def attribute(
     samples: Samples, operations: Iterable[TimedOperation], updates: int, busy: float = 0.0, watched: int | None = None
 ) -> Attribution:
-    """Attribute a step's time. `operations` are those of several `updates`; `watched` updates were sampled.
+    """Attribute a step's time. `operations` were recorded in `updates` updates; `watched` updates were sampled.
 
     `busy` is the share of the time in which an accelerator works: that is divided by the operations' times on the
     device, and only the rest, in which the device waits for the host, by what the host does. A CPU's is 0.
@@ -149,8 +149,8 @@ OF_NO_LINE = {"data": WAITING, "micro_batch": "model and loss", "update": "the u
 def _of_backward(operations: Sequence[TimedOperation], backward_ms: float | None) -> list[float]:
     """Return each operation's part of the backward, from their recorded times and `backward_ms`, which nothing watched.
 
-    Beside its operations the backward has a small cost for each of them, which the records lack, and these have a small cost
-    of their own for each: the difference tells both together.
+    Each operation of the backward has a small cost that the records lack, and each record has a small cost of its own. The
+    difference of the two times gives both costs together.
     """
     count, recorded = sum(o.backward_operations for o in operations), sum(o.backward_ms for o in operations)
     more = (backward_ms - recorded) / count if count and backward_ms is not None else 0.0

@@ -282,10 +282,10 @@ def profiled(found: Diagnosis) -> list[sheet.Section]:
             "of the time of an update: " + ", ".join(f"{name} {share:.0%}" for name, share in profile.utilization.items())
         )
     saving = f"{1e3 * profile.saving_s:.0f} ms" if profile.saving_s is not None else "–"
-    beside = sheet.Table(("beside the updates", "time"), [  # costs that are paid once, or now and then
+    beside = sheet.Table(("outside the updates", "time"), [  # costs that are paid once, or now and then
         ("an update, not profiled", f"{profile.step_ms:.2f} ms"), ("start-up, once", f"{profile.start_s:.1f} s"),
         ("an evaluation", f"{profile.evaluation_s:.2f} s"), ("a checkpoint", saving),
-    ], "Beside the updates")  # fmt: skip
+    ], "Outside the updates")  # fmt: skip
     return [_phases(profile), sheet.words(*notes), _lines(profile), beside]
 
 
@@ -420,7 +420,7 @@ def _one_rank(job: Job, ranks: int) -> list[str]:
 def _communication_ms(
     overrides: Sequence[str], one_rank: Sequence[str], config_dirs: Sequence[str], settings: DoctorSettings
 ) -> float:
-    """Milliseconds that an update of all ranks takes longer than that of one rank by itself."""
+    """Milliseconds by which an update of all ranks is longer than one rank's alone."""
     specs = [
         variants.compose("one rank by itself", apply(overrides, one_rank, config_dirs), config_dirs),
         variants.compose("all ranks", overrides, config_dirs),

@@ -318,7 +318,7 @@ class Tuning:
     def prove(self) -> Row | None:
         """Compare all accepted candidates together with the original run, and check that the result is still as good.
 
-        The variants beside it leave out one candidate each: where one of those is faster, that candidate is dropped and the
+        The other variants leave out one candidate each: where one of those is faster, that candidate is dropped and the
         comparison repeated. Returns the measured row, or None if nothing is kept.
         """
         self.cut_short = []
