@@ -249,7 +249,7 @@ def test_what_does_not_tell_how_a_mask_is_turned_is_refused(tmp_path):
     image, mask = scene()
     for n in range(8):
         pair(tmp_path, str(n), turned(image, 3), turned(mask, 3), 3)
-    with pytest.raises(DataError, match=r"8 images are turned by their EXIF, and nothing tells whether their masks are"):
+    with pytest.raises(DataError, match=r"8 images are turned by their EXIF, and nothing shows whether their masks are"):
         Masks(root=str(tmp_path), size=32, holdout=0.3).load(CPU)
     pair(tmp_path, "a", image, mask.resize((48, 40)))
     with pytest.raises(DataError, match=r"a\.jpg is 48×32 and its mask 48×40, which is another shape"):

@@ -57,10 +57,10 @@ class Compile(Option, groups.Compile):
         return None
 
     def settle(self) -> None:
-        """Make the waiting updates, so that weights and sums are those after the last update."""
+        """Run the pending updates, so that weights and sums include the last update."""
 
     def waits(self) -> bool:
-        """Return whether the last update is still waiting."""
+        """Return whether the last update is still pending."""
         return False
 
     def checked(self, step: Step) -> Step:
@@ -209,7 +209,7 @@ class Dynamo(Compiled):
     def advice(self, error: BaseException) -> str:
         if isinstance(error, AssertionError) and "Error in op: torch.ops.aten.convolution_backward" in str(error):
             return (
-                " (torch's compiler foresaw another memory layout of a convolution's gradient than the device gave, as for "
+                " (torch's compiler expected another memory layout of a convolution's gradient than the device gave, as for "
                 "maps of one pixel: pytorch #171622): set surgery=[channels_last], or compile=none"
             )
         if type(error).__name__ not in ("InductorError", "BackendCompilerFailed"):
@@ -346,8 +346,8 @@ def keep_gradients(step: Step, context: BuildContext) -> Step:
 class KeptGradients(WrappingStep):
     """Copies each gradient out of a CUDA graph's memory, which the graph's next replay overwrites (pytorch #169545).
 
-    An update's first backward gives a parameter the graph's own tensor for its gradient; a further backward adds to what is
-    there, in place. So a gradient is copied once an update, and once in a run where `zero_grad` keeps it and writes zeros.
+    An update's first backward gives a parameter the graph's own tensor for its gradient; further backwards add to it in place. So
+    a gradient is copied once an update, or once a run where `zero_grad` keeps it and writes zeros.
     """
 
     parameters: Sequence[torch.nn.Parameter]
@@ -376,8 +376,8 @@ def eager_only_settings(run: RunSpec) -> dict[str, tuple[str, str]]:
 class StepGraph(Dynamo):
     """Compiles forward, backward, clipping and update into one graph, with learning rates as tensors; one launch on CUDA.
 
-    If a step cannot be recorded, the run logs the reason and continues with compile=inductor. Python code in the forward
-    runs only while recording: its decisions then hold for the whole run.
+    If a step cannot be recorded, the run logs the reason and continues with compile=inductor. Python code in the forward runs
+    only while recording; its decisions hold for the whole run.
     """
 
     effect = "close"
@@ -385,7 +385,7 @@ class StepGraph(Dynamo):
     captures_step = True
     crosses_devices = False
     ranks_meet_in_forward = False  # the step's own all-reduce is the only part of a recording that concerns other ranks
-    warmup = 4  # one eager, one recorded, and on CUDA one first call for all updates of a replay, and its capture
+    warmup = 4  # one eager and one recorded step; on CUDA also the first call for all updates of a replay, and its capture
 
     def __init__(self, cudagraph: bool = True, updates_per_replay: Count = 1, cache_dir: str | None = None) -> None:
         self.cudagraph, self.updates_per_replay, self.cache_dir = cudagraph, updates_per_replay, cache_dir

@@ -1,4 +1,4 @@
-"""Names for what may be of any type, and whether a value that was read from a file has the type that the program wrote."""
+"""Names for values of any type, and checks that a value read from a file has the type that the program wrote."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Protocol, TypeAlias, TypeGuard, Union, get_args, get_origin
 
-StateDict: TypeAlias = dict[str, Any]  # what `state_dict()` of a part gives: tensors and plain values, in dicts and lists
+StateDict: TypeAlias = dict[str, Any]  # returned by `state_dict()` of a part: tensors and plain values, in dicts and lists
 JsonObject: TypeAlias = dict[str, Any]  # an object of a JSON document
-JsonMapping: TypeAlias = Mapping[str, Any]  # one that is only read, such as a record of a run
-Named: TypeAlias = Mapping[str, object] | None  # the arguments of a call that have names; torch's modes may get None
+JsonMapping: TypeAlias = Mapping[str, Any]  # a read-only one, such as a record of a run
+Named: TypeAlias = Mapping[str, object] | None  # keyword arguments of a call; torch's modes may get None
 
 LARGEST = 2**1000
 
 
 def fits(value: object, kind: Any) -> bool:
-    """True if a value of JSON has an annotation's type. A number must be one that a float can hold; NaN can be held."""
+    """True if a value of JSON has an annotation's type. A number must fit into a float, as NaN does."""
     origin = get_origin(kind)
     if kind is Any:
         return True
@@ -31,12 +31,12 @@ def fits(value: object, kind: Any) -> bool:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """True if a value is a number that a float can hold."""
+    """True if a value is a number that fits into a float."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST)
 
 
 def is_table(value: object) -> bool:
-    """True if a value is a table of an evaluation: names of rows and columns, and a number for each pair."""
+    """True if a value is an evaluation's table: names of rows and columns, and a number for each pair."""
     if not (isinstance(value, dict) and fits({k: value.get(k) for k in ("rows", "columns")}, dict[str, list[str]])):
         return False
     lines: Any = value.get("values")

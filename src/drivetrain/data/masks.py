@@ -33,10 +33,10 @@ from drivetrain.data.images import ImageData, Images
 from drivetrain.data.listing import IMAGES
 from drivetrain.data.untrusted import ordinary, read_image_file
 
-MASKS = (".png", ".bmp", ".gif", ".tif", ".tiff")  # without loss: a JPEG's pixels are no classes
-MOST_VALUES, MOST_COLOURS = 150, 256  # of all masks: of more numbers, most are soft edges; so many colours are named
-SPARSE = 4  # times as large as their number: values that are no class numbers
-LOOKED_AT = 64  # masks, where the user says what their values are
+MASKS = (".png", ".bmp", ".gif", ".tif", ".tiff")  # lossless formats: a JPEG changes pixel values
+MOST_VALUES, MOST_COLOURS = 150, 256  # of all masks: more numbers come from soft edges; more colours are not listed
+SPARSE = 4  # a largest value above so many times their count: values are no class numbers
+LOOKED_AT = 64  # masks, where the user lists their values
 THREADS = 4
 COLOUR = 1 << 24  # added to a colour's number, red × 65536 + green × 256 + blue, so that it is no plain value
 
@@ -51,7 +51,7 @@ Known = tuple["MaskReading", Sequence[str]]  # how masks are read, and what look
 class Masks(ImageData, HeldOut["MaskedImages", Known, "MaskedImages"]):
     """Images and their masks: `root` holds the folders `images` and `masks`, whose files have the same names.
 
-    What a mask's values mean follows from those of all masks, or `values` lists them in the order of the classes. Pixels of the
+    The classes follow from the values in all masks, or `values` lists them in the order of the classes. Pixels of the
     value `ignore` do not count where the other values are class numbers. Image and mask have one geometry: both are turned
     upright, cropped in their middle to the shape of `size` and resized to it, the mask by the nearest pixel. The share
     `holdout` of the images is held out, chosen by the hash of their names.
@@ -107,13 +107,13 @@ class Masks(ImageData, HeldOut["MaskedImages", Known, "MaskedImages"]):
         return self.judged(known, {"": every}, own, {"test": "the whole folder"})
 
     def _found(self, values: Sequence[int]) -> tuple[MaskedImages, Known]:
-        """Return all pairs, and how their masks are read, whose classes have these values, where a run knows them."""
+        """Return all pairs, and how their masks are read. `values` are the classes' values, where a run knows them."""
         pairs, doubts = self._pairs()
         reading = self._reading(pairs, values)
         return MaskedImages(str(self.root), pairs, self.how(), reading), (reading, doubts)
 
     def _pairs(self) -> tuple[list[Pair], list[str]]:
-        """Return each image and its mask by their common name, in the order of names, and what looks wrong. Raises UserError."""
+        """Return each image and its mask by their common name, in the order of names, and doubts about them. Raises UserError."""
         (images, doubts), (masks, more) = self._files(self.images, IMAGES), self._files(self.masks, MASKS)
         if alone := sorted(set(images) ^ set(masks)):
             raise UserError(
@@ -125,7 +125,7 @@ class Masks(ImageData, HeldOut["MaskedImages", Known, "MaskedImages"]):
         return [(images[name], masks[name]) for name in sorted(images)], [*doubts, *more]
 
     def _files(self, folder: str, endings: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-        """Return the files of a folder by what an image and its mask have in common, and what looks wrong. Raises UserError."""
+        """Return the files of a folder by the common name of image and mask, and doubts about them. Raises UserError."""
         found: dict[str, str] = {}
         listed = listing.walk(os.path.join(str(self.root), folder), endings)
         for path in listed.every():
@@ -137,7 +137,8 @@ class Masks(ImageData, HeldOut["MaskedImages", Known, "MaskedImages"]):
         return {name: f"{folder}/{path}" for name, path in found.items()}, doubts
 
     def _reading(self, pairs: Sequence[Pair], known: Sequence[int] = ()) -> MaskReading:
-        """Return how these masks are read: what their values mean, and whether they turn with their images. Raises UserError."""
+        """Return how these masks are read: the classes of their values, and whether they turn with their images. Raises
+        UserError."""
         given = known or [_number(value) for value in self.values or ()]
         numbered = not known and self.classes is not None
         coloured = any(value >= COLOUR for value in given)
@@ -172,12 +173,12 @@ class Masks(ImageData, HeldOut["MaskedImages", Known, "MaskedImages"]):
 
 
 def _name_of(path: str) -> str:
-    """Return what an image and its mask have in common: the path in their folder, without the ending."""
+    """Return the common name of an image and its mask: the path in their folder, without the ending."""
     return listing.one_form(path.rpartition(".")[0])
 
 
 def classes_of(found: Sequence[int], ignore: int | None, palettes: bool, classes: int | None, where: str) -> list[int]:
-    """Return the value of each class of masks that hold these values, in order. Raises DataError where they do not decide it.
+    """Return the value of each class of masks that hold these values, in order. Raises DataError where the values leave it open.
 
     Two values, 0 and another, are two classes. Small numbers are class numbers, and `ignore` among them does not count.
     """
@@ -215,7 +216,7 @@ def classes_of(found: Sequence[int], ignore: int | None, palettes: bool, classes
 
 
 def _described(pixels: Counter[int], values: Sequence[int], ignore: int | None) -> str:
-    """Return which values were found, and what each became, in words."""
+    """Return the values that were found, each with its class, in words."""
     total, numbers = pixels.total(), {value: number for number, value in enumerate(values)}
     parts = [
         f"{_named(value)} is {'ignored' if value == ignore else f'class {numbers[value]}'} ({100 * count / total:.3g} %)"
@@ -228,7 +229,7 @@ def _described(pixels: Counter[int], values: Sequence[int], ignore: int | None) 
 
 
 class Look(NamedTuple):
-    """The facts that were seen of a mask and its image."""
+    """The properties of a mask and its image."""
 
     pixels: Counter[int]  # value → number of pixels
     palette: bool
@@ -251,19 +252,20 @@ def _look(image: str, mask: str, max_pixels: int, coloured: bool) -> Look:
 
 
 def _turning(looks: Iterable[Look]) -> bool | None:
-    """Return whether masks turn with their images where sizes do not tell, as in the other pairs; None if no mask needs it."""
+    """Return whether masks whose sizes leave it open turn with their images, as in the other pairs; None if no mask needs it."""
     told = {look.turns for look in looks if look.turned} - {None}
     untold = [look.name for look in looks if look.turned and look.turns is None]
     if untold and len(told) != 1:
         raise DataError(
-            f"{len(untold)} images are turned by their EXIF, and nothing tells whether their masks are, the first is "
+            f"{len(untold)} images are turned by their EXIF, and nothing shows whether their masks are, the first is "
             f"{untold[0]}: save the images upright, or without that tag"
         )
     return told.pop() if len(told) == 1 else None
 
 
 def _turns(mask: Size, whole: Size, orientation: int, name: str) -> bool | None:
-    """Return whether a mask is stored as its image, whose upright size is `whole`. Raises DataError where it fits neither way."""
+    """Return whether a mask is turned like its image, of upright size `whole`. Raises DataError where it
+    fits neither way."""
     upright_fits = _alike(mask, whole)
     stored_fits = _alike(mask, whole[::-1]) if orientation >= 5 else upright_fits
     if not (upright_fits or stored_fits):
@@ -274,7 +276,7 @@ def _turns(mask: Size, whole: Size, orientation: int, name: str) -> bool | None:
 
 
 def _alike(one: Size, other: Size) -> bool:
-    """True if two sizes have one shape, but for the rounding of a resized copy."""
+    """True if two sizes have the same aspect ratio, up to the rounding of a resized copy."""
     return 2 * abs(one[0] * other[1] - one[1] * other[0]) < max(sum(one), sum(other))
 
 
@@ -285,7 +287,7 @@ class MaskReading:
     values: tuple[int, ...]  # of the classes
     ignore: int | None  # a value that does not count
     max_pixels: int
-    turns: bool | None  # where its size does not show it: whether a mask is stored as its image is
+    turns: bool | None  # whether a mask is stored like its image, where its size does not show it
     found: str = ""  # their values in words
 
     def read(self, path: str, image: str, layout: WantedPart, size: int | Sequence[int]) -> torch.Tensor:
@@ -294,7 +296,7 @@ class MaskReading:
         whole, (left, top, width, height), orientation, _ = layout
         turns = _turns(values.shape[::-1], whole, orientation, image)
         if turns is None and orientation > 1 and self.turns is None:
-            raise DataError(f"{image} is turned by its EXIF, and nothing tells whether {path} is: save the image upright")
+            raise DataError(f"{image} is turned by its EXIF, and nothing shows whether {path} is: save the image upright")
         if self.turns if turns is None else turns:
             values = upright(values, orientation)
         down, across = ((np.arange(side) + 0.5) / side for side in sides(size))
@@ -327,7 +329,7 @@ class MaskedImages(Images):
         self.masks, self.reading = [mask for _, mask in pairs], reading
 
     def labels(self) -> None:
-        return None  # there is one for each pixel
+        return None  # a class for each pixel, none for the sample
 
     def select(self, indices: torch.Tensor) -> None:
         super().select(indices)
@@ -351,7 +353,7 @@ class MaskedImages(Images):
 def _values(content: bytes, name: str, max_pixels: int, coloured: bool) -> tuple[np.ndarray, bool]:
     """Return a mask's values, int64 (h, w), and whether they are indices of a palette. Raises DataError.
 
-    Colours become whole numbers from COLOUR on, but for greys where masks are not `coloured`.
+    Colours become whole numbers from COLOUR on, except greys where masks are not `coloured`.
     """
     with open_image(content, name) as image:
         turned = orientation_of(image, name, max_pixels)
@@ -374,7 +376,7 @@ def _values(content: bytes, name: str, max_pixels: int, coloured: bool) -> tuple
 
 
 def _numbers_of(pixels: np.ndarray, coloured: bool) -> np.ndarray:
-    """Return the numbers of colours (h, w, 3); those of greys where all are grey and masks are not `coloured`."""
+    """Return the number of each pixel's colour (h, w, 3); the grey value where all are grey and masks are not `coloured`."""
     red, green, blue = (pixels[..., channel].astype(np.int64) for channel in range(3))
     if not coloured and (red == green).all() and (green == blue).all():
         return red
@@ -382,7 +384,7 @@ def _numbers_of(pixels: np.ndarray, coloured: bool) -> np.ndarray:
 
 
 def _number(value: Any) -> int:
-    """Return the number of a value that the user gave, or that a run has as the name of a class. Raises UserError."""
+    """Return the number of a value: one given by the user, or the name of a run's class. Raises UserError."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         red, green, blue = value
         return COLOUR + (int(red) << 16) + (int(green) << 8) + int(blue)

@@ -26,14 +26,14 @@ from drivetrain.data.decoding import DAMAGED
 
 Content = bytes | mmap.mmap  # of a file
 BYTES_OF_PIXEL = 16  # at most, in any format: four channels of four bytes
-HEADER_BYTES = 1 << 20  # beside the pixels
+HEADER_BYTES = 1 << 20  # in addition to the pixels
 MOST_LINE = 1 << 24  # characters of one line of a table or of texts
 MOST_WHOLE = 1 << 30
-MOST_GROWTH = 2**16  # times as long a tokenizer may make a text before it has tokens
+MOST_GROWTH = 2**16  # times that a tokenizer may lengthen a text before it splits it into tokens
 MAPPED = 32 << 20  # bytes of a file that a process keeps mapped, about: pages that were read count as its memory
-FEW_CLASSES = 1000  # so many are believed whatever the number of samples
+FEW_CLASSES = 1000  # accepted with any number of samples
 Encoding = Annotated[str, Text(r"[A-Za-z0-9_-]{1,20}", "an encoding, such as latin-1")]
-SAVE_AS_UTF8 = "save the file as UTF-8, or name what it is in by data.encoding (latin-1, cp1252, cp1250, …)"
+SAVE_AS_UTF8 = "save the file as UTF-8, or set data.encoding to its encoding (latin-1, cp1252, cp1250, …)"
 BOMS = (  # the longer ones first
     (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
@@ -55,7 +55,7 @@ def as_kept(name: str) -> Iterator[None]:
 def read_image_file(path: str | Path, max_pixels: int) -> bytes:
     """Read an image file. Raises DataError for one that cannot be read or is too large for `max_pixels`, a FIFO and a device.
 
-    A FIFO would be waited for, and a device has no end.
+    A read of a FIFO would block, and a device has no end.
     """
     most = BYTES_OF_PIXEL * max_pixels + HEADER_BYTES
     with _opened(path, DAMAGED) as file:
@@ -65,7 +65,7 @@ def read_image_file(path: str | Path, max_pixels: int) -> bytes:
                 f"{path} has {size:,} bytes, more than an image of data.max_pixels={max_pixels} can have: mend or "
                 "remove it, or raise data.max_pixels"
             )
-        return file.read(size)  # a larger number would take so much memory, whatever is read
+        return file.read(size)  # a larger number would allocate that much memory, whatever is read
 
 
 def read_whole(path: Path, most: int = MOST_WHOLE) -> bytes:
@@ -84,7 +84,8 @@ def digest_of(path: Path) -> str:
 
 
 def lines_of(path: Path, encoding: str | None = None) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a text file in UTF-8, each after its number. Raises DataError for one that does not end, as of zeros."""
+    """Yield the lines of a text file in UTF-8, each after its number. Raises DataError for a line without an end, such as
+    zeros."""
     with _opened(path) as file:
         for number, line in enumerate(utf8_lines(iter(lambda: file.readline(MOST_LINE), b""), encoding, str(path)), 1):
             if len(line) >= MOST_LINE:
@@ -113,19 +114,19 @@ def decode(content: bytes | str, source: str, line: int = 1) -> str:
 
 
 def bom_of(begin: bytes) -> str | None:
-    """The encoding that the first bytes of a text name."""
+    """The encoding given by the first bytes of a text (its byte order mark)."""
     return next((encoding for mark, encoding in BOMS if begin.startswith(mark)), None)
 
 
 def as_utf8(content: Content, encoding: str | None, source: str) -> Content:
-    """Return the bytes of a text in UTF-8, without a mark of its encoding; `encoding` names another one. Raises DataError."""
+    """Return the bytes of a text in UTF-8, without a byte order mark; `encoding` is the text's own encoding. Raises DataError."""
     encoding = encoding or bom_of(bytes(content[:4]))
     if encoding in (None, "utf-8-sig"):
         return content[3:] if encoding else content
     try:
         return bytes(content).decode(encoding).removeprefix("\ufeff").encode()
     except (UnicodeError, LookupError) as error:
-        raise DataError(f"{source} is no text in {encoding} ({error}): set data.encoding to what it is in") from None
+        raise DataError(f"{source} is no text in {encoding} ({error}): set data.encoding to its encoding") from None
 
 
 def utf8_lines(lines: Iterable[bytes], encoding: str | None, source: str) -> Iterator[bytes]:
@@ -140,7 +141,7 @@ def utf8_lines(lines: Iterable[bytes], encoding: str | None, source: str) -> Ite
 
 
 def mapped(path: Path) -> Content:
-    """Return the bytes of a file, which are read where they are used. Raises DataError."""
+    """Return the bytes of a file, mapped: they are read when they are used. Raises DataError."""
     with _opened(path) as file:
         if not os.fstat(file.fileno()).st_size:
             return b""
@@ -148,7 +149,7 @@ def mapped(path: Path) -> Content:
 
 
 def let_go(content: object) -> None:
-    """Give back the memory of what was read of a mapped file; it stays in the system's cache of the file."""
+    """Release the memory of a mapped file's pages; they stay in the system's file cache."""
     if isinstance(content, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         content.madvise(mmap.MADV_DONTNEED)
 
@@ -206,7 +207,7 @@ def check_member(archive: object, member: tarfile.TarInfo) -> None:
 def number_of_classes(highest: int, samples: int, classes: int | None, where: str) -> int:
     """Return the number of classes by the highest label. Raises DataError for one that is beyond what the data can have.
 
-    A single wrong label would otherwise make a model with as many outputs.
+    Otherwise a single wrong label would set the number of the model's outputs.
     """
     found = highest + 1
     if classes is not None and found > classes:
@@ -219,7 +220,7 @@ def number_of_classes(highest: int, samples: int, classes: int | None, where: st
 
 
 def growth(part: JsonObject | list[JsonObject]) -> float:
-    """How many times as long a part of a tokenizer may make a text: each of its steps may double what the one before made."""
+    """How many times a part of a tokenizer may lengthen a text: each of its steps may double the output of the one before."""
     if isinstance(part, list):
         return math.prod(map(growth, part))
     if part["type"] == "Sequence":

@@ -34,9 +34,9 @@ from drivetrain.data.images import IMAGES, PictureData
 from drivetrain.data.target_reader import TargetReader
 from drivetrain.data.untrusted import check_member, ordinary
 
-MAX_CONCURRENT = 16  # shards that are scanned, or samples that are fetched from a web server, at once
-REMOTE_LOOKED_AT = 8  # samples on a web server, for the range of their pixels
-MIN_SHARDS = 10  # from which whole ones are held out for the validation
+MAX_CONCURRENT = 16  # shards scanned, or samples fetched from a web server, at once
+REMOTE_LOOKED_AT = 8  # samples on a web server that are read for the range of pixels
+MIN_SHARDS = 10  # from this number on whole shards are held out
 logger = logging.getLogger(__name__)
 SHUFFLE_STREAM = 1000  # the random stream of the shuffle within windows; augmentations' streams lie below
 
@@ -133,7 +133,8 @@ class ShardImages(ImageFileSource):
         super().__init__(data.how(), table.labels)
 
     def order(self, seed: int, epoch: int) -> torch.Tensor:
-        """Return the epoch's order (n,): shards shuffled, then samples within windows of `buffer`, which shift every epoch."""
+        """Return the epoch's order (n,): shards are shuffled, then samples within windows of `buffer`. The windows shift every
+        epoch."""
         n = len(self)
         rank = rng.permutation(rng.mix(seed, 6), epoch, len(self.table.files)).argsort()
         by_shard = rank[self.table.shard].argsort(stable=True)
@@ -153,7 +154,7 @@ class ShardImages(ImageFileSource):
         self.table = self.table.select(indices)
 
     def identities(self) -> list[str]:
-        """Return the shard of each sample, so that whole shards are held out; its own name where there are too few shards."""
+        """Return each sample's shard, so that whole shards are held out; with too few shards, each sample's own name."""
         files = [os.path.basename(file) for file in self.table.files]
         if len(files) >= MIN_SHARDS:
             return [files[shard] for shard in self.table.shard.tolist()]
@@ -171,7 +172,7 @@ class ShardImages(ImageFileSource):
 
 
 MAX_SHARDS = 100_000
-MAX_WILD_FOLDERS = 1  # whose names a pattern leaves open: more could list a whole disk
+MAX_WILD_FOLDERS = 1  # matched by * or ? in a pattern: more could list a whole disk
 MAX_LABEL_BYTES = 1 << 20
 REQUEST_BYTES = 4 << 20  # of one request while a remote shard is scanned
 TRIES = 3
@@ -183,7 +184,7 @@ _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
 class Index(NamedTuple):
     """The samples of a shard."""
 
-    names: list[str]  # n, the path that a sample's files share
+    names: list[str]  # n, the common path of a sample's files
     spans: np.ndarray  # (n, 2) int64: offset and size of the image
     labels: np.ndarray  # (n,) int64
 
@@ -239,8 +240,8 @@ def read_range(shard: str, start: int, size: int) -> bytes:
 def _http_range(url: str, start: int, size: int) -> tuple[bytes, int, str]:
     """Fetch a range of a remote file; return the bytes, the file's size and its version (ETag or date). Raises NetworkError.
 
-    Not fsspec: its HTTP file system takes a whole file for a range from a server without ranges, does not check how much
-    came, does not try again, and refuses to run in forked loader workers.
+    Not by fsspec: from a server without ranges its HTTP file system takes the whole file as the range. It neither checks the
+    received size nor retries, and it refuses to run in forked loader workers.
     """
     from http.client import HTTPException
     from urllib.error import HTTPError
@@ -255,10 +256,10 @@ def _http_range(url: str, start: int, size: int) -> tuple[bytes, int, str]:
                     raise NetworkError(f"{url}: the server does not support ranges: use one that does, or copy the shard here")
                 total = int(response.headers["Content-Range"].rpartition("/")[2])
                 version = response.headers["ETag"] or response.headers["Last-Modified"] or ""
-                content = response.read(size + 1)  # no more than that, whatever the server sends
+                content = response.read(size + 1)  # a bound, whatever the server sends
             if len(content) == min(size, total - start):
                 return content, total, version
-            reason = f"{len(content)} of {size} bytes came"
+            reason = f"{len(content)} of {size} bytes arrived"
         except (OSError, HTTPException, ValueError, TypeError) as error:
             if isinstance(error, NetworkError):
                 raise
@@ -269,7 +270,7 @@ def _http_range(url: str, start: int, size: int) -> tuple[bytes, int, str]:
 
 
 class _RemoteFile(io.RawIOBase):
-    """A remote file to seek in, read in requests of REQUEST_BYTES."""
+    """A seekable remote file, read in requests of REQUEST_BYTES."""
 
     def __init__(self, url: str, size: int) -> None:
         self.url, self.size, self.position = url, size, 0
@@ -321,7 +322,7 @@ def load_index(shard: str, cache: Path) -> Index:
         if of_right_kind and index.spans.min() >= 0 and index.spans.sum(1).max() <= size:
             return index
     except (OSError, ValueError, KeyError, SafetensorError):
-        pass  # there is none, or it is damaged: scan
+        pass  # missing or damaged: scan
     index = scan(shard, size)
     content = "\0".join(index.names).encode(errors="surrogateescape")  # no name in a tar archive has a zero byte
     arrays = {"names": np.frombuffer(content, np.uint8), "spans": index.spans, "labels": index.labels}
@@ -343,7 +344,8 @@ def _size_and_version(shard: str) -> tuple[int, str]:
 
 
 def scan(shard: str, size: int) -> Index:
-    """Index a shard of `size` bytes by its members' headers. Raises DataError naming a member that a data set cannot have."""
+    """Index a shard of `size` bytes by its members' headers. Raises DataError with the name of a member that no data set may
+    have."""
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, dict[str, int]] = {".json": {}, ".cls": {}}
     end = 0
@@ -407,7 +409,7 @@ def _add_member(
 
 
 def _label(content: bytes, ending: str) -> int | None:
-    """The class number in a .cls file, or in a .json file: a number, or that under the key label, cls or class. None: none."""
+    """The class number in a .cls file or a .json file (there also under the key label, cls or class); None without one."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Tells the user's callbacks how the run goes."""
+"""Calls the user's callbacks at the events of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Callbacks:
-    """Tells each callback of a run, on rank 0, until one of them fails. As a log writer it gets the run's records."""
+    """Calls each callback of a run, on rank 0, until one of them fails. As a log writer it gets the run's records."""
 
     named: dict[str, Told]  # empty on all ranks but 0
     context: RunContext
@@ -35,7 +35,7 @@ class Callbacks:
         log: TrainingLog,
         before: Callbacks | None = None,
     ) -> Callbacks:
-        """Make the callbacks of a run, or let those of its stage `before` go on. Raises UserError."""
+        """Make the callbacks of a run, or continue those of its stage `before`. Raises UserError."""
         if before is not None:
             before.records = log
             return before
@@ -43,7 +43,7 @@ class Callbacks:
         return cls({name: load(name) for name in names}, context, log)
 
     def wrap_step(self, step: Step) -> Step:
-        """Return a step that tells those callbacks that want every update, if there are any."""
+        """Return a step that calls the callbacks for every update, if any are."""
         if any(callback.every_update for callback in self.named.values()):
             return CallbackStep(step, lambda: self._tell("update", {}, every_update=True))
         return step
@@ -55,11 +55,11 @@ class Callbacks:
         self.raise_error()
 
     def log(self, record: JsonMapping) -> None:
-        """Tell of a training record or an evaluation."""
+        """Report a training record or an evaluation."""
         figures = {k: v for k, v in record.items() if k not in ("event", "update", "epoch", "time", "set")}
         if record["event"] == "train":
             self._tell("update", figures, every_update=False)
-        elif record["event"] == "evaluate" and "weights" not in record:  # not those of the run's end, which nothing may select by
+        elif record["event"] == "evaluate" and "weights" not in record:  # without the run's end, which selects nothing
             self._tell("evaluation", figures)
 
     def save(self) -> None:
@@ -70,10 +70,10 @@ class Callbacks:
         """Callbacks get no pictures."""
 
     def close(self, status: str) -> None:
-        """The log ended: callbacks know by `end`."""
+        """Nothing: callbacks learn of the end by `end`."""
 
     def end(self, status: str) -> None:
-        """The run ended. An exception is in `error` afterwards, if none was there before."""
+        """The run ended. The first exception of the run's callbacks stays in `error`."""
         if self.started and self.error is None:
             self._tell("end", status=status)
 
@@ -85,7 +85,7 @@ class Callbacks:
     def _tell(
         self, name: str, metrics: Mapping[str, object] | None = None, every_update: bool | None = None, status: str = "running"
     ) -> None:
-        """Tell the callbacks of an event; where `every_update` is not None, only those that have this value."""
+        """Call the callbacks for an event; where `every_update` is not None, only the callbacks with this value."""
         if not self.named or not self.started or self.error is not None:
             return
         progress = self.context.progress
@@ -110,7 +110,7 @@ class Callbacks:
 
 @dataclass(eq=False)
 class CallbackStep(WrappingStep):
-    """A step that reports each update that was made, while its gradients are still there."""
+    """A step that reports each update while its gradients still exist."""
 
     tell: Callable[[], None]
     made: bool = False  # the update was not skipped

@@ -36,14 +36,14 @@ from drivetrain.metrics.base import Metric, TableRecord
 from drivetrain.parallel.base import Parallel
 from drivetrain.precision.base import Precision
 
-EVALUATION = 12  # of the random numbers of the sets that are evaluated
+EVALUATION = 12  # of the random numbers of evaluated sets
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Evaluator:
-    """Evaluates a model and the average of its weights on the sets of a split, such as those that models are selected by."""
+    """Evaluates a model and the average of its weights on the sets of a split, such as the validation sets that select models."""
 
     model: torch.nn.Module  # set to evaluation mode during evaluation, then back to training mode
     forward: Callable[[Tree], Tree]  # the model as evaluation calls it, with a batch's inputs
@@ -85,7 +85,7 @@ class Evaluator:
         return sum(len(pipeline.source) for pipeline in self.sets[self.set].values())
 
     def shares(self, kind: TargetKind | None) -> dict[str, int]:
-        """Return the figures that are shares of a set's samples, each with one answer, and how many these are.
+        """Return the figures that are shares of a set's samples with one answer each, and the number of these samples.
 
         `kind` is the targets' kind. A sample of masks, tokens or labels has several answers, which depend on each other.
         """
@@ -98,9 +98,8 @@ class Evaluator:
 
     @contextmanager
     def holding(self, weights: str | None = None) -> Iterator[torch.nn.Module]:
-        """Within the context the model holds the weights of this name, ready to be used; None: the average, where there is one.
-
-        It keeps no gradients, and what it draws is the same each time and leaves the run's random streams as they are.
+        """Within the context the model holds the weights of this name, ready for use; None: the average, where there is one. It
+        keeps no gradients. Its random draws are the same each time and do not advance the run's random streams.
         """
         known = (PLAIN, AVERAGE) if self.ema.active else (PLAIN,)
         name = weights or known[-1]
@@ -122,11 +121,11 @@ class Evaluator:
                 self.model.train(training)
 
     def _held(self, weights: str) -> AbstractContextManager[None]:
-        """Return a context in which the model holds weights. Until there is an average, it is the weights themselves."""
+        """Return a context in which the model holds weights. Before the first average these are the trained weights."""
         return self.ema.swapped() if weights == AVERAGE and self.ema.started else self.eval_weights()
 
     def check(self) -> None:
-        """Try code of the user's and the metrics on a few samples. Raises UserError where these cannot take the output."""
+        """Try the user's code and the metrics on a few samples. Raises UserError where these cannot take the output."""
         if not self.meters and not self.loss.keeps():
             return
         tried = min(max([2, *(meter.tried_on for meter in self.meters)]), self.batch.micro_batch(self.parallel.data_world))
@@ -172,7 +171,7 @@ class Evaluator:
     def evaluate(self, stops: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Return the figures by name (`core.figure`), without those that are not finite. Raises Diverged where a loss is not.
 
-        `stops` is asked before each batch, equally often on all ranks: where it says yes on all of them, Interrupted is raised.
+        `stops` is called before each batch, equally often on all ranks: where it is true on all of them, Interrupted is raised.
         """
         self.parallel.broadcast_buffers(self.model)
         self.tables = {}
@@ -190,7 +189,7 @@ class Evaluator:
     def metrics(self, averaged: bool = False, stops: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Return the figures of the model's current weights on all sets, and add their tables.
 
-        Raises Diverged and, by `stops`, Interrupted. What the loss keeps is put back, so that evaluations change no training.
+        Raises Diverged and, by `stops`, Interrupted. The loss's state is restored, so that evaluations leave training unchanged.
         """
         found: dict[str, float] = {}
         with OwnState(owned.find(self.loss.keeps())).untouched():
@@ -201,8 +200,8 @@ class Evaluator:
     def _metrics_of(self, name: str, averaged: bool, stops: Callable[[], bool]) -> dict[str, float]:
         """Return the figures of the model's current weights on a set.
 
-        Sums and counts are reduced over the ranks, not means, so that every sample counts once on any number of ranks. What a
-        forward draws follows from the seed, the set and the batch: training's random streams stay as they are.
+        Ranks reduce sums and counts, not means, so that every sample counts once on any number of ranks. A forward's random draws
+        follow from the seed, the set and the batch: training's random streams do not advance.
         """
         data, where = self.sets[self.set][name], f"the {self.set} set {name}".rstrip()
         of = f"of the {'averaged' if averaged else 'trained'} weights on {where}"
@@ -254,7 +253,7 @@ class Evaluator:
         return {str(Figure(metric, averaged, name)): value for metric, value in figures.items()}
 
     def _without_targets(self, name: str, where: str) -> dict[str, float]:
-        """Log that a set has nothing to measure by. Raises UserError where models are selected by it."""
+        """Log that no target of a set counts. Raises UserError where models are selected by it."""
         line = f"{where} has no target that counts (all are ignored), so that nothing can be measured on it"
         if self.set == next(iter(self.sets)) and Figure.parse(self.selected).set == name:
             raise UserError(f"{line}, and models are selected by it: give it samples with targets, or select by another set")
@@ -263,7 +262,7 @@ class Evaluator:
 
 
 def _result(meter: Metric) -> tuple[dict[str, float], dict[str, TableRecord]]:
-    """Return the figures and the tables of a metric. One that has nothing to divide by has no value."""
+    """Return the figures and the tables of a metric. A figure with a denominator of 0 has no value."""
     try:
         return meter.result()
     except ZeroDivisionError:
@@ -275,7 +274,7 @@ def evaluated_sets(
 ) -> dict[str, dict[str, Pipeline]]:
     """Return the sets that a run evaluates: split → pipelines by name. The draws for a set depend on its name alone.
 
-    Several views of a sample differ by their augmentation alone, so that an evaluation augments too: by `steps`.
+    Several views of a sample differ only by augmentation, so evaluations augment too, by `steps`.
     """
     seeds = {split: rng.mix(seed, EVALUATION, number) for number, split in enumerate(("test", "validation"))}
     return {

@@ -20,8 +20,8 @@ from drivetrain.core.step import streams
 from drivetrain.core.step.trees import Tree, call, length
 from drivetrain.surgery.rank_norms import is_synchronised
 
-# TFLOP/s of matrix products by number format, accumulated in float32 and not sparse (data sheets give twice as much for
-# sparse ones). The first row counts whose words are all in the name that torch gives the device.
+# TFLOP/s of matrix products by number format, accumulated in float32 and dense (data sheets give twice as much for sparse ones).
+# A device takes the first row whose words are all in its name in torch.
 _TABLE: tuple[tuple[str, dict[str, float]], ...] = (
     # NVIDIA Blackwell: data sheets of the GB200 NVL72 and HGX B200, whitepaper "RTX Blackwell GPU Architecture"
     ("GB200", {"bfloat16": 2500, "float16": 2500, "tf32": 1250, "float32": 80}),
@@ -51,21 +51,21 @@ _TABLE: tuple[tuple[str, dict[str, float]], ...] = (
     ("MI300X", {"bfloat16": 1307.4, "float16": 1307.4, "tf32": 653.7, "float32": 163.4}),
     ("MI325X", {"bfloat16": 1307.4, "float16": 1307.4, "tf32": 653.7, "float32": 163.4}),
 )
-_OTHERS = {"MIG", "Laptop", "Ti", "D"}  # words of a slice of a device, or of another one with a similar name
-_ENOUGH_S = 2e-3  # a product that takes as long fills the device
+_OTHERS = {"MIG", "Laptop", "Ti", "D"}  # words in the names of device slices and of other devices with similar names
+_ENOUGH_S = 2e-3  # a product of this duration fills the device
 _SMALLEST, _LARGEST = 256, 8192
-_SIZE_S = 8e-3  # in which products of one size are repeated, at least once
+_SIZE_S = 8e-3  # of repeating products of one size, at least once
 
 
 class Peak(NamedTuple):
-    """Floating-point operations a second, and where the number comes from."""
+    """Floating-point operations a second, and the source of the number."""
 
     flops: float
     source: str
 
 
 def peak(device: torch.device, number_format: str) -> Peak:
-    """Return a device's peak in "float32", "tf32", "bfloat16" or "float16". It takes some ms where it must be measured."""
+    """Return a device's peak in "float32", "tf32", "bfloat16" or "float16". A measurement takes some milliseconds."""
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)  # CPU and MPS have none
     name = str(name_of(device)) if name_of is not None else ""
     if (tflops := from_table(name, number_format)) is not None:
@@ -91,7 +91,8 @@ def _measured_once(device: torch.device, number_format: str, _: int) -> float:
 def measured(device: torch.device, number_format: str) -> float:
     """Measure the operations a second of matrix products, in growing sizes until one takes long enough.
 
-    On a CPU: one thread's, by its own CPU time, times the threads. On a busy machine several threads wait for each other.
+    On a CPU one thread is measured, by its CPU time, and multiplied by the threads: on a busy machine several threads would wait
+    for each other.
     """
     if device.type != "cpu":
         return _products(device, number_format, time.perf_counter)
@@ -134,15 +135,15 @@ class ModelFlops(NamedTuple):
     per_sample: float | None
     reason: str = ""
     output: Tree | None = None  # what the model returned for two samples; None where it could not be run
-    needs_two: str = ""  # a BatchNorm that gets one value of a sample for each channel, by name: one sample has no deviation
-    failed: bool = False  # whether it could not be run so
+    needs_two: str = ""  # the name of a BatchNorm with one value of a sample for each channel: one sample has no deviation
+    failed: bool = False  # whether that forward failed
 
 
 def count(model: torch.nn.Module, example: Tree, samples: int = 0) -> ModelFlops:
     """Count the operations for an example of `samples`; 0: its length. The model and the random numbers stay as they are.
 
-    It is a real forward: without values (on the device "meta") torch would import its compiler, for more than a second. Call it
-    before activation checkpointing and sharding: what is computed a second time is not the model's work.
+    It runs a real forward: on the device "meta" torch would import its compiler, which takes more than a second. Call it before
+    activation checkpointing and sharding: recomputation is not the model's work.
     """
     samples = samples or length(example)
     needs_two: list[str] = []
@@ -161,7 +162,7 @@ def _count(model: torch.nn.Module, example: Tree, samples: int, needs_two: list[
     # A copy with the same weights, its own buffers (BatchNorm's statistics), and its own counters of the user's.
     twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     _watch_norms(twin, samples, needs_two)
-    cudnn = torch.backends.cudnn  # it stays on, which is not what `flags` does by itself
+    cudnn = torch.backends.cudnn  # it stays on; `flags` alone would change that
     no_search = cudnn.flags(enabled=cudnn.enabled, benchmark=False, allow_tf32=cudnn.allow_tf32)  # for this batch size
     # Attention as two matrix products: torch has no formula for a CPU's fused kernel.
     with _Counter() as counter, sdpa_kernel(SDPBackend.MATH), no_search:
@@ -170,7 +171,7 @@ def _count(model: torch.nn.Module, example: Tree, samples: int, needs_two: list[
 
 
 def _watch_norms(model: torch.nn.Module, samples: int, found: list[str]) -> None:
-    """Add to `found` the names of the BatchNorms that need two samples, each as the forward comes to it."""
+    """Add to `found` the names of the BatchNorms that need two samples, when the forward reaches them."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not is_synchronised(module):
 
@@ -183,7 +184,7 @@ def _watch_norms(model: torch.nn.Module, samples: int, found: list[str]) -> None
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up torch's formulas, those of FlopCounterMode, for the forward and for the backward that would follow.
+    """Adds up the formulas of torch's FlopCounterMode for the forward and the backward that would follow.
 
     The gradient of each operand of a product is a product of the same size.
     """
@@ -194,7 +195,7 @@ class _Counter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled here, and else torch imports its compiler for this mode."""
+        """Return False: nothing is compiled here, and with True torch would import its compiler for this mode."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -224,7 +225,7 @@ class Mfu:
         return self.model.per_sample * samples_per_second / (self.devices * self._peak.flops)
 
     def note(self) -> str:
-        """Return what the MFU is a share of, or why there is none."""
+        """Return the peak that the MFU is a share of, or the reason why there is none."""
         if self.model.reason:
             return self.model.reason
         unknown = f"the peak of this device in {self.number_format} can neither be looked up nor measured"
@@ -232,7 +233,7 @@ class Mfu:
 
     @cached_property
     def _peak(self) -> Peak | None:
-        """The peak of one device, which is looked up or measured when it is first needed: at a record, between timed steps."""
+        """The peak of one device, looked up or measured when it is first needed: at a record, between timed steps."""
         try:
             return peak(self.device, self.number_format)
         except RuntimeError:  # out of memory, or no matrix products in this format

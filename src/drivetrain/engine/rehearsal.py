@@ -1,4 +1,4 @@
-"""The rehearsal of a built trainer's own step on tensors without values: what it allocates and computes, and what fits.
+"""The rehearsal of a built trainer's step on tensors without values: its memory, its operations, and the batch that fits.
 
 Each operation is recorded with its work, and each storage from its allocation to its end. The trainer's values do not change.
 """
@@ -37,7 +37,7 @@ KINDS: dict[Kind, tuple[str, ...]] = {  # the beginnings of the operations' name
     "convolution": ("convolution", "_convolution"),
     "update": ("_foreach", "_fused_ad", "_fused_sgd", "_amp_foreach"),
 }
-CPU_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {  # torch's formula for a GPU's, of so many arguments
+CPU_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {  # torch's formula for a GPU, and its number of arguments
     "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
 }
@@ -68,7 +68,7 @@ class Operation:
     flops: int = field(compare=False)
     nbytes: int = field(compare=False)  # read and written
     result_bytes: int = field(compare=False)  # newly allocated
-    dtype: torch.dtype = field(compare=False)  # of what it computes with
+    dtype: torch.dtype = field(compare=False)  # of the computation
     call: tuple[OpOverload[..., object], tuple[object, ...], Mapping[str, object]] = field(
         compare=False, repr=False
     )  # the function, and its arguments with specs instead of tensors
@@ -77,7 +77,7 @@ class Operation:
 def describe(
     func: OpOverload[..., object], args: tuple[object, ...], kwargs: Mapping[str, object], out: object, phase: str = "forward"
 ) -> Operation | None:
-    """Describe a call by what it got and returned; None where nothing is to be done, such as a question for a tensor's device."""
+    """Describe a call by its arguments and results; None for a call without work, such as reading a tensor's device."""
     if func.namespace in ("prim", "profiler"):
         return None
     specs, kind = tree_map(_spec_of, (args, kwargs)), _kind(func)
@@ -117,7 +117,7 @@ def _kind(func: OpOverload[..., object]) -> Kind:
 
 
 def _flops(func: OpOverload[..., object], args: tuple[Any, ...], kwargs: Mapping[str, object], out: object) -> int:
-    """torch's formulas, those of FlopCounterMode; a CPU's attention, for which it has none, counts as a GPU's."""
+    """The formulas of torch's FlopCounterMode; attention on a CPU, which has none, counts like a GPU's."""
     if (name := func._overloadpacket.__name__) in CPU_ATTENTION:
         attention, count = CPU_ATTENTION[name]
         return int(attention(*(tuple(t.shape) for t in args[:count])))
@@ -125,23 +125,24 @@ def _flops(func: OpOverload[..., object], args: tuple[Any, ...], kwargs: Mapping
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
 
-OTHER = "activations"  # a storage that is nothing else: what the forward keeps, and temporary results
+OTHER = "activations"  # any other storage: saved activations and temporary results
 
 
 class _Converter(FakeTensorConverter):
-    """Keeps no weak references to fake tensors: with one, torch does not convert or move a module's parameter."""
+    """Keeps no weak references to fake tensors: torch does not convert or move a module's parameter that has one."""
 
     def set_tensor_memo(self, t: torch.Tensor, v: FakeTensor) -> None:
         pass
 
 
 class Fakes(FakeTensorMode):
-    """torch's fake tensors, which have shapes and no values. Real tensors that meet them count as fake ones of their shape."""
+    """torch's fake tensors, which have shapes and no values. Real tensors in the same operation count as fake ones of their
+    shape."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.fake_tensor_converter = _Converter()
-        self._standing: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id → the real tensor, which is kept, and its fake
+        self._standing: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id → the real tensor, kept alive, and its fake
         self._addresses: dict[int, int] = {}  # of the real tensors' memory, by the fakes' storages
 
     @classmethod
@@ -151,7 +152,7 @@ class Fakes(FakeTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        """Answer what code asks of values, as torch's trunc_normal_ does, or an edit that compares results."""
+        """Answer reads of values, as in torch's trunc_normal_ or in an edit that compares results."""
         if func._schema.name == "aten::allclose":
             return True
         if func._schema.name == "aten::_local_scalar_dense":
@@ -159,19 +160,19 @@ class Fakes(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
     def standing_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake tensor of a real one: always the same, on the same storage as those of its views."""
+        """The fake tensor of a real one: always the same, on one storage with its views' fakes."""
         if isinstance(tensor, FakeTensor):
             return tensor
         if id(tensor) not in self._standing:
             with _disable_current_modes():
-                plain = tensor.detach().requires_grad_(False)  # torch has no fakes of views of what was changed in place
+                plain = tensor.detach().requires_grad_(False)  # torch has no fakes for views of a tensor changed in place
             self._standing[id(tensor)] = tensor, self.from_tensor(plain)
             self._addresses[self._standing[id(tensor)][1].untyped_storage()._cdata] = plain.untyped_storage().data_ptr()
         return self._standing[id(tensor)][1]
 
     @contextmanager
     def as_parameters(self) -> Iterator[None]:
-        """Within the context the parameters that modules get are fake. Their memory was reserved, and is never filled."""
+        """Within the context modules get fake parameters. Their memory was reserved, and is never filled."""
 
         def fake(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> Any:
             if parameter is None or is_lazy(parameter) or isinstance(parameter, FakeTensor):
@@ -188,7 +189,8 @@ class Fakes(FakeTensorMode):
 
     @contextmanager
     def with_addresses(self) -> Iterator[None]:
-        """Within the context a fake tensor has the address of the memory that it stands for, by which optimizers know views."""
+        """Within the context a fake tensor has the address of the memory that it represents, by which optimizers recognise
+        views."""
 
         def data_ptr(tensor: FakeTensor) -> int:
             storage: int = tensor.untyped_storage()._cdata
@@ -208,8 +210,8 @@ class WorkCounter(TorchDispatchMode):
     fakes: Fakes
     operations: Counter[Operation] = field(default_factory=Counter)
     most_during: dict[str, int] = field(default_factory=dict)  # by signature: the bytes allocated when it has made its results
-    times: int = 1  # that an operation counts; memory counts in any case
-    phase: str = "forward"  # that the step is in; the backward is told apart by itself
+    times: int = 1  # for which an operation counts; memory counts in any case
+    phase: str = "forward"  # of the step; the backward is recognised without it
     kinds: list[str] = field(default_factory=list)  # of every storage, by its number
     log: list[tuple[int, int]] = field(default_factory=list)  # of allocations and releases: the storage's number, bytes more
     now_bytes: int = 0
@@ -267,13 +269,13 @@ class WorkCounter(TorchDispatchMode):
         return +found
 
 
-MAKES_CONSTANT = ("aten::lift_fresh", "aten::lift_fresh_copy")  # torch.tensor(1.0): the fake that it makes keeps its value
-FILLS = ("aten::zeros", "aten::ones", "aten::full", "aten::scalar_tensor")  # make a tensor of a number
-NO_FAKE_FORM = ("aten::_fused_sgd_", "aten::_fused_adagrad_")  # updates in place, which fake tensors need not make
+MAKES_CONSTANT = ("aten::lift_fresh", "aten::lift_fresh_copy")  # of torch.tensor(1.0): the resulting fake keeps its value
+FILLS = ("aten::zeros", "aten::ones", "aten::full", "aten::scalar_tensor")  # these make a tensor of one number
+NO_FAKE_FORM = ("aten::_fused_sgd_", "aten::_fused_adagrad_")  # updates in place, which fake tensors can skip
 
 
 def _constant(func: OpOverload[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> torch.Tensor:
-    """The fake of a single number, which keeps its value as that of torch.tensor(1.0) does."""
+    """The fake of a single number. It keeps its value, as the fake of torch.tensor(1.0) does."""
     with _disable_current_modes():
         real = func(*args, **kwargs)
     made: torch.Tensor = torch.ops.aten.lift_fresh.default(real)
@@ -281,12 +283,12 @@ def _constant(func: OpOverload[..., object], args: tuple[object, ...], kwargs: M
 
 
 def _value(tensor: torch.Tensor) -> object:
-    """The value of a tensor that the host reads, where it is known, as an optimizer's count of updates is.
+    """The value that the host reads from a tensor, where it is known, such as an optimizer's count of updates.
 
-    Every other fake tensor reads as 0, as of an overflow that did not happen.
+    Every other fake tensor reads as 0, such as the flag of an overflow.
     """
     if isinstance(tensor, FakeTensor):
-        if tensor.constant is not None:  # made of numbers alone: torch keeps its value in addition
+        if tensor.constant is not None:  # made from plain numbers: torch keeps its value
             with _disable_current_modes():
                 return tensor.constant.item()
         return False if tensor.dtype == torch.bool else 0.0 if tensor.is_floating_point() else 0
@@ -295,7 +297,7 @@ def _value(tensor: torch.Tensor) -> object:
 
 
 PARAMETERS, GRADIENTS, STATE, BATCH = "parameters", "gradients", "optimizer state", "batch"
-BY_LINE = 4  # numbers that are tried by the line between two peaks; the first is nearly exact, as most memory grows by a line
+BY_LINE = 4  # tries by linear interpolation of peaks; the first is nearly exact, as most memory is linear in the number
 CLOSE = 0.02  # of the limit: near enough
 BUFFERS = 0.1  # of the activations: kernels' own buffers, which fake tensors do not show
 HEAP = 1.0  # of the activations: the further heap of a process on a CPU, approximately
@@ -312,12 +314,12 @@ class StepRecord:
 
 @dataclass
 class Rehearsal:
-    """A trainer whose step is made on fake tensors. Afterwards it cannot train: its optimizer's state has no values."""
+    """A trainer whose step runs on fake tensors. It cannot train afterwards: its optimizer's state has no values."""
 
     trainer: Trainer
-    sample: MicroBatch = field(init=False)  # a real one of two samples, the longest where they differ in length, for its shapes
+    sample: MicroBatch = field(init=False)  # a real one of two samples, the longest ones, for its shapes
     fakes: Fakes = field(init=False)  # of the model's weights, where these are fake already
-    # By the samples of a micro-batch, their number, and how many blocks are recomputed.
+    # By the samples of a micro-batch, the number of micro-batches, and the number of recomputed blocks.
     records: dict[tuple[int, int, int], StepRecord] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -328,7 +330,7 @@ class Rehearsal:
         self.sample = next(iter(trainer.read([Request(0, indices, 1.0)])))
 
     def record(self, size: int, micro_batches: int, blocks: Sequence[torch.nn.Module] = ()) -> StepRecord:
-        """The record of updates of micro-batches of `size`, where these blocks are recomputed too. It is made once."""
+        """The record of updates with micro-batches of `size` and these blocks recomputed too, made once."""
         key = size, micro_batches, len(blocks)
         if key not in self.records:
             with ExitStack() as undone:
@@ -338,9 +340,8 @@ class Rehearsal:
         return self.records[key]
 
     def _recorded(self, size: int, micro_batches: int) -> StepRecord:
-        """Record updates, the second of them with its operations: then there is optimizer state.
-
-        The peak is that of both. Of an update's micro-batches two are made: the first sets gradients, any other adds to them.
+        """Record two updates, the second with its operations, because only then there is optimizer state. The peak is over both.
+        Of an update's micro-batches two are run: the first sets gradients, any other adds to them.
         """
         self.trainer.model.train()
         with self.fakes, self.fakes.with_addresses():
@@ -352,7 +353,7 @@ class Rehearsal:
         return StepRecord(recorder.at_peak(), recorder.most_during, recorder.operations)
 
     def _update(self, recorder: WorkCounter, size: int, times: list[int], weight: float) -> None:
-        """Make an update; `times` says for each micro-batch how often its operations count."""
+        """Run an update; `times` gives for each micro-batch how often its operations count."""
         trainer, loss_sum = self.trainer, torch.zeros((), device=self.trainer.device)
         recorder.phase = "forward"
         for number, recorder.times in enumerate(times, 1):
@@ -379,14 +380,14 @@ class Rehearsal:
         trainer.step.zero_grad()
 
     def _note_resident(self, recorder: WorkCounter) -> None:
-        """Count what stays in memory between updates."""
+        """Count the tensors that stay in memory between updates."""
         for kind, tensors in resident(self.trainer).items():
             for tensor in tensors:
                 recorder.note(self.fakes.standing_for(tensor), kind)
 
 
 def resident(trainer: Trainer) -> dict[str, list[torch.Tensor]]:
-    """The tensors that stay in memory between updates, by kind. A tensor of several kinds is of the last one."""
+    """The tensors that stay in memory between updates, by kind. A tensor of several kinds counts in the last one."""
     held = [vars(part) for part in (trainer.optimizer, trainer.precision, trainer.ema)]
     return {STATE: list(_tensors(held, set())), PARAMETERS: [*trainer.model.parameters(), *trainer.model.buffers()]}
 
@@ -413,7 +414,7 @@ def _enlarged(sample: MicroBatch, size: int, weight: float, last: bool) -> Micro
     return MicroBatch(x, y, torch.full_like(sample.weight, weight), last, last)
 
 
-# Of torch's list "CUDA Ops that can autocast to float32": those that the CPU's autocast computes in 16 bits.
+# The part of torch's list "CUDA Ops that can autocast to float32" that the CPU's autocast computes in 16 bits.
 IN_FLOAT32: frozenset[Callable[..., object]] = frozenset((
     functional.layer_norm, functional.group_norm, functional.softmax, functional.log_softmax, functional.cross_entropy,
     functional.nll_loss, functional.softplus, functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss,
@@ -445,9 +446,8 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def largest_micro_batch(trainer: Trainer, most: int, limit: float) -> int:
-    """The samples, at most `most`, whose step is forecast to take at most `limit` bytes in tensors; 0: not even two.
-
-    The trainer cannot train afterwards. Raises what the step raises where it needs values.
+    """The largest number of samples, at most `most`, whose step is forecast to fit into `limit` bytes of tensors; 0: not even
+    two. The trainer cannot train afterwards. Raises the step's own error where it needs values.
     """
     beside = HEAP if trainer.device.type == "cpu" else BUFFERS  # trials on a CPU are judged by the process's memory
     rehearsal = Rehearsal(trainer)
@@ -458,7 +458,7 @@ def largest_micro_batch(trainer: Trainer, most: int, limit: float) -> int:
 def fewest(peak: Callable[[int], float], most: int, limit: float) -> tuple[int, float]:
     """The smallest count up to `most` whose peak is within the limit, with the peak; `most` where none is.
 
-    It is that of a model's first blocks which are recomputed: those whose activations wait longest.
+    It counts the recomputed blocks of a model, from its first one on: their activations are kept longest.
     """
     kept, nbytes = furthest(lambda kept: peak(most - kept), 0, most, limit, exact=True)
     return most - kept, nbytes
@@ -472,7 +472,7 @@ def peak_bytes(record: StepRecord, beside: float = BUFFERS) -> float:
 def furthest(peak: Callable[[int], float], low: int, high: int, limit: float, exact: bool = False) -> tuple[int, float]:
     """The largest number from `low` to `high` whose peak is within a limit, with the peak; `low` where none is.
 
-    `peak` must not fall. Unless it must be `exact`, a number is taken that is near enough.
+    `peak` must not fall. Without `exact` a number that is near enough is returned.
     """
     if (at_high := peak(high)) <= limit:
         return high, at_high

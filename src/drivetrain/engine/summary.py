@@ -1,4 +1,4 @@
-"""The line on what a run is about to do; and what to set where its data is too small for its batch."""
+"""The line that describes a run before it trains, and advice where its data is too small for its batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from drivetrain.model.base import Model
 from drivetrain.run import environment
 
 SHOWN = 5  # classes that are named
-FEW_UPDATES = 8  # in an epoch: fewer are too few to learn from
+FEW_UPDATES = 8  # in an epoch: with fewer a model hardly learns
 WANTED_UPDATES = 10
 SMALLEST = 8
 MUCH = 0.15  # of an epoch's samples
@@ -97,7 +97,7 @@ def _an_epoch(trainer: Trainer) -> int:
 
 
 def advice(trainer: Trainer) -> Iterator[str]:
-    """Yield what to set where an epoch has few updates, or leaves many samples out."""
+    """Yield advice where an epoch has few updates or leaves many samples out."""
     samples, an_epoch = trainer.batch.order.length, _an_epoch(trainer)
     if an_epoch >= trainer.max_updates or trainer.batch.tokens is not None:  # less than an epoch, on purpose
         return
@@ -116,7 +116,7 @@ def advice(trainer: Trainer) -> Iterator[str]:
 
 
 def too_few_samples(batch: Batch, epochs: int, samples: int) -> str:
-    """The reason why one of the epochs has no update, and what to set."""
+    """The reason why one of the epochs has no update, and the settings to change."""
     if batch.tokens is not None:
         return f"batch.tokens={batch.tokens} is more than the training samples have: set it to less, or data.drop_last=false"
     size = next(batch.size(each.start) for each in batch.stretches(epochs) if batch.size(each.start) > samples)
@@ -133,7 +133,7 @@ def too_few_samples(batch: Batch, epochs: int, samples: int) -> str:
 
 
 def single_sample(context: RunContext, batch: Batch, norm: str) -> Iterator[str]:
-    """The reason why a BatchNorm of the model, of this name, would get one sample at a time in this run, and what to set."""
+    """The reason why the BatchNorm `norm` would get one sample at a time in this run, and the settings to change."""
     world, samples = context.parallel.data_world, context.batch.order.length
     size, drop_last = batch.size(0), context.run.data.drop_last
     last = samples % size if context.horizon.updates >= batch.updates(samples, 0, drop_last) and not drop_last else 0
@@ -152,7 +152,7 @@ def single_sample(context: RunContext, batch: Batch, norm: str) -> Iterator[str]
 
 
 def smaller_batch(samples: int, unit: int = 1) -> int:
-    """Return the largest power of two by which so many samples give the updates that are wanted; a multiple of `unit`.
+    """Return the largest batch that gives enough updates with so many samples: a power of two and a multiple of `unit`.
 
     It is not below SMALLEST, for the statistics of BatchNorm.
     """
@@ -183,7 +183,7 @@ def describe(run: RunSpec, data: Splits) -> JsonObject:
         "inputs": None if data.example is None else _write_tree(data.example),
         **({} if data.call is None else {"call": _write_tree(data.call, 0)}),
         "images": data.images,
-        "decodes_images": run.data.decodes_images(),  # the packed data that says it may be gone
+        "decodes_images": run.data.decodes_images(),  # the packed data that holds this fact may be gone
         "outputs": data.classes,
         "classes": None if data.names is None else list(data.names),
         "dtype": None if data.dtype is None else _name(data.dtype),
@@ -206,7 +206,7 @@ class NoSamples(Source):
 
 
 def recall(about: JsonMapping, run_dir: Path) -> Splits:
-    """Return the data that `describe` described, without its samples; its files are those of the run."""
+    """Return the data that `describe` described, without its samples; its files are the run's."""
     normalize, example = about["normalize"], about["inputs"] and _read_tree(about["inputs"], 2)
     units = about.get("units")
     return Splits(
@@ -255,7 +255,7 @@ def _sha256(text: str) -> str:
 
 
 def _write_tree(x: Tree, leave_out: int = 1) -> JsonObject:
-    """Return the structure of inputs, with the shape (but for its first dimensions) and the type of each tensor."""
+    """Return the structure of inputs, with the shape (without its first dimensions) and the dtype of each tensor."""
     if isinstance(x, dict):
         return {"keys": {key: _write_tree(value, leave_out) for key, value in x.items()}}
     if isinstance(x, tuple | list):

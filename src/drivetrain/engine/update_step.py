@@ -19,14 +19,14 @@ from drivetrain.precision.base import Precision
 
 
 class Passes:
-    """Runs forward and backward of an update's micro-batches: one after the other."""
+    """Runs forward and backward of an update's micro-batches, one after the other."""
 
     def __call__(self, step: Step, batches: list[MicroBatch], loss_sum: torch.Tensor) -> None:
         for batch in batches:
             step.micro_batch(batch, loss_sum)
 
     def with_forward(self, forward: Callable[..., torch.Tensor]) -> Passes:
-        """Return the same with another forward of the model."""
+        """Return a copy with another forward of the model."""
         return self
 
 
@@ -34,9 +34,9 @@ class Passes:
 class Weighed(Passes):
     """Weights each micro-batch by its share of the update's items (pixels, class weights), over all micro-batches and ranks.
 
-    For losses that average over items whose number only the targets tell: these are there before the first forward, so the
-    step has the right weight from the start. The mean is that of one big batch with any precision, strategy and clipping. The
-    counts are summed over the ranks on the device, and nothing is read back.
+    For losses that average over items counted in the targets. All targets arrive before the first forward, so the weights are
+    exact from the start. The mean equals the mean of one big batch, with any precision, strategy and clipping. The counts are
+    summed over the ranks on the device, and nothing is read back.
     """
 
     loss: Loss
@@ -46,7 +46,7 @@ class Weighed(Passes):
         super().__call__(step, self._shared(batches), loss_sum)
 
     def _shared(self, batches: list[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches of an update with their weights. One that only fills up, of weight 0, keeps it."""
+        """The micro-batches of an update with their weights. A filler batch keeps its weight 0."""
         counts = torch.stack([self.loss.items(batch) * batch.weight.sign() for batch in batches])
         total = self.parallel.all_reduce_sum(counts.sum(0))
         shares = (counts * self.parallel.data_world.size / total.clamp(min=SMALLEST)).to(batches[0].weight.dtype)
@@ -59,11 +59,11 @@ class Weighed(Passes):
 
 @dataclass(eq=False)
 class TwoPasses(Passes):
-    """Computes a loss that compares samples from those of all micro-batches and ranks: exactly that of one big batch.
+    """Computes a loss that compares samples over all micro-batches and ranks: exactly the loss of one big batch.
 
-    With one micro-batch that is one forward. With several, a first forward of each without gradients gives the embeddings, the
-    loss gives their gradients, and a second forward of each goes on with these (GradCache, Gao et al. 2021). Both forwards
-    draw the same random numbers, and buffers (BatchNorm's statistics) change in the second alone.
+    One micro-batch takes one forward. With several, a first forward of each without gradients computes the embeddings, the loss
+    computes their gradients, and a second forward of each backpropagates these (GradCache, Gao et al. 2021). Both forwards draw
+    the same random numbers, and buffers (BatchNorm's statistics) change only in the second.
     """
 
     loss: ComparingLoss
@@ -83,7 +83,7 @@ class TwoPasses(Passes):
         return replace(self, forward=forward)
 
     def _target(self, batch: MicroBatch) -> Gathered:
-        """The micro-batch's targets; none of its samples is valid where it only fills up (weight 0)."""
+        """The micro-batch's targets; a filler batch (weight 0) has no valid sample."""
         return Gathered(batch.y if self.loss.views == 1 else None, (batch.weight > 0).repeat(trees.length(batch.x)))
 
     def _in_two_passes(self, step: Step, batches: list[MicroBatch], gathered: Gathered, loss_sum: torch.Tensor) -> None:
@@ -110,7 +110,7 @@ def _joined(targets: list[Gathered]) -> Gathered:
 
 @dataclass(eq=False)
 class UpdateStep(WrappingStep):
-    """Keeps an update's micro-batches, which wait on the device, until the last one is there, and runs them then."""
+    """Collects an update's micro-batches on the device, and runs them when the last one has arrived."""
 
     passes: Passes
     waiting: list[MicroBatch] = field(default_factory=list, kw_only=True)
@@ -122,7 +122,7 @@ class UpdateStep(WrappingStep):
             self.passes(self.inner, waiting, loss_sum)
 
     def zero_grad(self) -> None:
-        """Clear the gradients, and what waits: an update that ran out of memory is repeated."""
+        """Clear the gradients and the collected micro-batches: an update that ran out of memory is repeated."""
         self.waiting = []
         super().zero_grad()
 
@@ -132,10 +132,10 @@ class UpdateStep(WrappingStep):
 
 @dataclass(eq=False)
 class ClosureStep(UpdateStep):
-    """Lets the optimizer run the micro-batches itself, as often as it wants to: it gets a closure (LBFGS, SAM).
+    """Gives the optimizer a closure that runs the micro-batches, any number of times (LBFGS, SAM).
 
-    Each run draws the same random numbers. It returns the mean loss over all ranks, and the first one is logged. Buffers
-    (BatchNorm's statistics) change in the first run alone: the others may be at weights that the model never has.
+    Each call draws the same random numbers and returns the mean loss over all ranks; the first one is logged. Buffers
+    (BatchNorm's statistics) change only in the first call: later calls may use weights that the model never has.
     """
 
     optimizer: torch.optim.Optimizer

@@ -16,14 +16,15 @@ from drivetrain.data.base import Data, Splits
 from drivetrain.data.untrusted import read_image_file
 from drivetrain.loader.base import Pipeline, in_memory_format
 
-ROWS = 1024  # that are read at a time
+ROWS = 1024  # read at a time
 MAX_PIXELS = 178_956_970  # limit of an image file, unless the data sets one: Pillow's own
 
 
 class Transforms:
     """The transforms of a run: `read_file` and `read_text` return samples in the data set's form; a call makes a batch.
 
-    Image files are cropped and resized like the run's data option, or refused if the data has images of one size.
+    Image files are cropped and resized as by the run's data option. Where its images have one fixed size, other sizes are
+    refused.
     """
 
     def __init__(

@@ -29,7 +29,8 @@ PIECES_PER_THREAD = 2  # piece of a batch: small enough that all threads finish 
 class Threads(Loader):
     """Threads of this process read batches ahead, and share the samples of each.
 
-    A source sets `parallel_read` if reading a sample is work, such as decoding; other sources are read by one thread per batch.
+    A source sets `parallel_read` if reading a sample is expensive, such as decoding; other sources are read by one thread per
+    batch.
     """
 
     effect = "exact"
@@ -95,7 +96,8 @@ class Threads(Loader):
                 batch.future.cancel()
 
     def _check(self, pipeline: Pipeline, started: Iterable[SharedBatch]) -> None:
-        """Read again, alone, the samples read while a random stream moved: other code may have moved it. Raises UserError."""
+        """Reread, alone, the samples that were read while a random stream moved: other code may have moved it. Raises
+        UserError."""
         for batch in started:
             self._result(batch)
         if problem := refused(pipeline.drawn(torch.cat([batch.indices for batch in started]))):

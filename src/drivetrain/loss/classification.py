@@ -110,9 +110,9 @@ class OverClasses(Loss):
                 return f"sum to {most:.4g} in a sample, and it wants probabilities: set task=multilabel where they are labels"
             return None
         if target.is_floating_point():
-            return "are numbers with fractions, and it wants class numbers (int64): set loss=mse for regression"
+            return "are numbers with fractions; the loss takes class numbers (int64): set loss=mse for regression"
         if target.dtype not in (torch.int64, torch.uint8):
-            return f"are {target.dtype}, and it wants class numbers (int64): convert them in your data"
+            return f"are {target.dtype}; the loss takes class numbers (int64): convert them in your data"
         if target.dim() == 2 and target.shape[1] == 1 and classes > 1:
             return f"have shape {shape_of(target)}, and it wants one class number for each sample, (n,): give y[0] instead of y"
         low, high = lowest_and_highest(target, self.ignore_index)

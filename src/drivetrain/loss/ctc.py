@@ -10,12 +10,11 @@ from drivetrain.loss.classification import IGNORE
 
 
 class Ctc(Loss):
-    """Connectionist temporal classification (Graves et al. 2006), as torch.nn.CTCLoss: a sequence, wherever it stands in time.
-
+    """Connectionist temporal classification (Graves et al. 2006), as torch.nn.CTCLoss: sequences without given positions in time.
     The outputs are (n, time, classes + 1), and the last one is the blank. Targets are class numbers (n, length), filled up by
     negative numbers such as -100, which data.pad does. A sample's loss is divided by the length of its target; the mean is over
-    samples. A target that does not fit into the time has an infinite loss, which ends the run, or with `zero_infinity` counts 0.
-    An evaluation reports the share of entirely right sequences, decoded from the likeliest output at each time.
+    samples. A target that does not fit into the time has an infinite loss, which ends the run; with `zero_infinity` it counts 0.
+    Evaluations report the share of sequences that are right as a whole, decoded from the likeliest output at each time.
     """
 
     changes = "learns sequences without given positions in time"
@@ -33,9 +32,9 @@ class Ctc(Loss):
 
     def problem(self, target: Tree, classes: int) -> str | None:
         if target.is_floating_point() or target.dim() != 2:
-            return f"are {target.dtype} of shape {shape_of(target)}, and it wants class numbers (n, length)"
+            return f"are {target.dtype} of shape {shape_of(target)}; the loss takes class numbers (n, length)"
         if (highest := int(target.max())) >= classes - 1:
-            return f"have the class {highest}, and the model has {classes - 1} besides the blank: set their number (data.classes)"
+            return f"have the class {highest}, and the model has {classes - 1} without the blank: set their number (data.classes)"
         return None
 
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
@@ -65,5 +64,5 @@ def decoded(output: torch.Tensor, width: int) -> torch.Tensor:
     path = output.argmax(2)
     kept = path != output.shape[2] - 1
     kept[:, 1:] &= path[:, 1:] != path[:, :-1]
-    places = torch.where(kept, kept.cumsum(1) - 1, width)  # left-out ones go to a place that is cut off
+    places = torch.where(kept, kept.cumsum(1) - 1, width)  # dropped ones go to a column that is cut off
     return torch.full((len(path), width + 1), IGNORE, device=path.device).scatter(1, places, path)[:, :-1]

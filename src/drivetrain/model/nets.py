@@ -71,8 +71,8 @@ class ResNet9(nn.Module):
         self.head = nn.Linear(8 * width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # max, not amax: the backward of amax compares its output with x, and a compiler may recompute x in bfloat16 with
-        # another rounding, in which no element is equal.
+        # max, not amax: the backward of amax compares its output with x. A compiler may recompute x in bfloat16 with another
+        # rounding, and then no element is equal.
         found: torch.Tensor = self.head(self.features(x).flatten(2).max(2).values)
         return found
 
@@ -91,7 +91,7 @@ class UNet(nn.Module):
     """Images (n, c, h, w) of at least 2^depth pixels a side to logits (n, classes, h, w).
 
     Each of `depth` levels halves the size and doubles the channels; on the way up a level also reads its own output of the way
-    down. It enlarges by repeating pixels, so that any size works.
+    down. Upsampling repeats pixels, so that any size works.
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, width: int, depth: int) -> None:

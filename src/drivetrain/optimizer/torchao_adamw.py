@@ -16,9 +16,9 @@ SCALE = "_scale"  # suffix of the name of a moment's scales
 class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]  # a class without types
     """Both moments as 8-bit codes with one float32 scale for each block of 256 elements (Dettmers et al. 2022).
 
-    Tensors of fewer than 4096 elements, or of a number that 256 does not divide, keep moments of their own precision. An
-    update computes in float32. torchao compiles it everywhere, and wants the learning rate in a tensor; here `compiled` says
-    whether, and a schedule sets a float.
+    Tensors of fewer than 4096 elements, or of a number not divisible by 256, keep moments in their own dtype. Updates compute in
+    float32. torchao always compiles them, with the learning rate in a tensor; here `compiled` chooses, and the learning rate is a
+    float.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ def _unpacked(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _packed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inverse of `_unpacked`, in tensors of its own."""
+    """The inverse of `_unpacked`, in new tensors."""
     found = {name: value for name, value in state.items() if not name.endswith(SCALE)}
     for name, codes in found.items():
         if (scale := state.get(name + SCALE)) is not None:

@@ -1,4 +1,4 @@
-"""The options for the times of checkpoints and for those that are kept."""
+"""The options that decide when checkpoints are saved, and which are kept."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Saving(Option, groups.Saving):
     def chosen(self, saved: Sequence[int], ranked: Sequence[int]) -> list[int]:
         """Return the checkpoints to keep, by their updates, in order.
 
-        `saved` are the existing ones, the oldest first; `ranked` the evaluated updates, the best first.
+        `saved` are the existing ones, the oldest first; `ranked` are the evaluated updates, the best first.
         """
         return []
 

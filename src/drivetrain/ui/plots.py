@@ -31,7 +31,7 @@ class Curve(NamedTuple):
 
 
 def text(curves: list[Curve], over: Horizon, width: int = 80) -> str:
-    """The curves as lines of text, one panel below the other; updates along the bottom, epochs along the top."""
+    """The curves as lines of text, one panel below the other, with updates at the bottom and epochs at the top."""
     panels = [_panel(curve, over, width, first=number == 0) for number, curve in enumerate(curves)]
     return "\n".join(panels)
 
@@ -157,7 +157,7 @@ def _turned(sheet: Any, text: str, place: tuple[int, int], font: Any) -> None:
     sheet.paste(turned, (place[0], max(0, place[1] - turned.height)))
 
 
-MOST_ROWS = 12  # a longer table shows its most informative rows
+MOST_ROWS = 12  # a longer table shows only its most informative rows
 
 
 def of_result(tables: Mapping[str, JsonMapping]) -> tuple[str, JsonMapping]:

@@ -1,7 +1,7 @@
 """A sheet: a command's findings, written once and shown in the terminal, as an HTML page, in a CSV file and as plain values.
 
-Text from outside, such as names of classes and runs, values, paths and errors, is text in all of them: neither markup nor HTML
-nor a formula.
+Text from outside (names of classes and runs, values, paths, errors) stays plain text in all of them, never markup, HTML or a
+formula.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def test_the_peak_that_is_forecast_on_a_cpu_is_that_of_the_process_as_the_run_pr
     assert found.peak_bytes.low < made.beside.value + tensors < found.peak_bytes.value < found.peak_bytes.high
     told = forecast._facts(found)
     assert told["peak memory"].endswith("of the process, as the run prints it")
-    assert "without them" in told["peak of its tensors"]
+    assert "outside them" in told["peak of its tensors"]
     assert forecast.of_process(Uncertain.exactly(100.0), NOTHING) == (100, 100, 100), "an accelerator's allocator"
 
 

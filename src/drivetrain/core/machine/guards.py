@@ -1,7 +1,7 @@
 """The limits of a run on this machine. A shared recipe could ask for thousands of processes, or a model larger than the memory.
 
-The limits lie far above what helps a run. The operator can lift them, and a recipe cannot: by DRIVETRAIN_LIMITS=off in the
-environment.
+The limits are far above any useful value. The operator can lift them by DRIVETRAIN_LIMITS=off in the environment; a recipe
+cannot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOUNT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def values(controller: str, *names: str) -> Iterator[list[str]]:
-    """Yield the words in these files of each group that has them. Version 1 has a folder for each controller."""
+    """Yield the words in these files of each cgroup that has them. Version 1 has a folder for each controller."""
     with suppress(OSError):
         for line in OWN.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
@@ -34,13 +34,13 @@ def values(controller: str, *names: str) -> Iterator[list[str]]:
 
 
 def cgroup_bytes() -> list[int]:
-    """The limits of memory that these groups set."""
+    """The memory limits of these cgroups."""
     found = (*values("memory", "memory.max"), *values("memory", "memory.limit_in_bytes"))
     return [int(limit) for (limit,) in found if limit != "max"]
 
 
 def cores() -> list[float]:
-    """The limits of processor time that these groups set, in cores."""
+    """The processor limits of these cgroups, in cores."""
     found = (*values("cpu", "cpu.max"), *values("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
     return [int(quota) / int(period) for quota, period in found if quota not in ("max", "-1")]
 
@@ -56,7 +56,7 @@ def usable_cores(ranks: int | None = None) -> int:
 
 
 def waited_s() -> tuple[float, float]:
-    """Return the seconds that this process's main thread has run, and those that it waited for a core: zeros where unknown."""
+    """Return the seconds for which this process's main thread ran and waited for a core: zeros where unknown."""
     try:
         ran, waited = ([*Path("/proc/self/schedstat").read_text(encoding="ascii").split(), "0", "0"])[:2]
     except OSError:
@@ -65,9 +65,9 @@ def waited_s() -> tuple[float, float]:
 
 
 VARIABLE = "DRIVETRAIN_LIMITS"
-OF_CORE, FEW = 8, 64  # so many in all, or so many for each core, whichever is more
-MOST_MODULES = 100_000  # of a model: torch's own need of a thousand modules is about 10 MB
-ALL_THE_SAME = f"where it is meant, set {VARIABLE}=off in the environment"
+OF_CORE, FEW = 8, 64  # the limit: this many for each core, or this many in all if that is more
+MOST_MODULES = 100_000  # of a model: a thousand modules take about 10 MB in torch
+ALL_THE_SAME = f"if it is intended, set {VARIABLE}=off in the environment"
 
 
 def are_off() -> bool:
@@ -91,7 +91,7 @@ def too_many(things: str, setting: str, count: int, times: int = 1) -> Iterator[
 
 
 def memory_bytes() -> int:
-    """The memory that this machine's processes may use together: all of it, or less by the cgroup's limit."""
+    """The memory of this machine for all its processes, or the cgroup's limit where that is less."""
     if not hasattr(os, "sysconf"):  # Windows
         return sys.maxsize
     return min((os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *cgroup_bytes()))
@@ -106,7 +106,7 @@ def device_bytes(device: torch.device) -> int | None:
 
 
 def numbers_in(shape: Any) -> int:
-    """The number of numbers in a sample of this shape: of several tensors, named or in order, in all together; 0 for None."""
+    """The number of elements in a sample of this shape, summed over its tensors (a dict or a sequence); 0 for None."""
     if shape is None:
         return 0
     if isinstance(shape, Mapping):
@@ -139,7 +139,7 @@ def check_batch(what: str, samples: int, shape: Any, bytes_each: int, ranks: int
 
 
 class ModelTooLarge(UserError):
-    """A model that was not created, because of its size."""
+    """A model is too large to be created."""
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def model_within(
     `beside` names further uses of memory per parameter, and `where` the memory. Parameters on the meta device,
     which a file of weights may fill, count with `counts_meta`.
 
-    torch fills a parameter with values after it was registered. So one that is too large is refused before it takes memory.
+    torch fills a parameter only after registering it, so one that is too large is refused before it takes memory.
     """
     from torch.nn.modules import module as hooks
     from torch.nn.parameter import is_lazy
@@ -159,7 +159,7 @@ def model_within(
     if are_off():
         yield
         return
-    seen: dict[int, torch.Tensor] = {}  # keeps them, so that no other object gets their ids
+    seen: dict[int, torch.Tensor] = {}  # kept alive, so that no other object gets their ids
     modules = total = 0
 
     def count_parameter(_: object, name: str, parameter: torch.Tensor | None) -> None:

@@ -1,6 +1,6 @@
-"""The changes to torch that drivetrain needs. Nothing else in drivetrain writes into an object or a class of torch.
-
-Each function says why, torch's issue where there is one, and what ends it: tests/core/test_torch_patches.py fails then.
+"""The changes to torch that drivetrain needs. No other module of drivetrain changes an object or a class of torch. Each function
+gives its reason, torch's issue where there is one, and the change in torch that makes it unnecessary;
+tests/core/test_torch_patches.py fails then.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Method = TypeVar("Method", bound=Callable[..., object])
 def wrap_forward(module: torch.nn.Module, wrapped: Callable[[Forward], Forward]) -> Callable[[], None]:
     """Let a module run `wrapped(its forward)`, and return what undoes it. Names, class, parameters and hooks stay as they are.
 
-    A forward that runs twice, within a context or not at all cannot be made of hooks (pytorch#103997, closed with hooks that
-    run after an error). A hook of torch's around a forward would end this.
+    Hooks cannot run a forward twice, within a context, or not at all (pytorch#103997, closed with hooks that
+    run after an error). A hook around the whole forward in torch would end this.
     """
     own = vars(module).get("forward")
     vars(module)["forward"] = wrapped(module.forward)  # type: ignore[arg-type]  # where torch looks first
@@ -40,8 +40,8 @@ def wrap_forward(module: torch.nn.Module, wrapped: Callable[[Forward], Forward])
 def fake_addresses(address: Callable[[FakeTensor], int]) -> Iterator[None]:
     """Within the context a fake tensor's `data_ptr()` is `address(tensor)`.
 
-    torch deprecates it (pytorch#122806), and its optimizers ask for it to tell views of one storage from other tensors. An
-    optimizer that compares storages, or a FakeTensor with an address, ends this.
+    torch deprecates `data_ptr()` of fake tensors (pytorch#122806), and its optimizers call it to find views of one storage.
+    Optimizers that compare storages, or fake tensors with an address, end this.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -60,8 +60,8 @@ def keep_compiler_unimported() -> None:
     """Keep torch.optim from importing the compiler, which takes 1.4 s.
 
     At their first call, methods of torch.optim.Optimizer import torch._dynamo to mark themselves as not to be compiled
-    (pytorch#89902). They are never compiled here, so each is marked with itself. A torch that marks them without the import ends
-    this.
+    (pytorch#89902). They are never compiled here, so each function is set as its own marked version. Marking without the import
+    in torch ends this.
     """
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
@@ -70,10 +70,10 @@ def keep_compiler_unimported() -> None:
 
 
 def remove_step_wrappers(optimizer: torch.optim.Optimizer) -> None:
-    """Make `optimizer.step()` run the optimizer's arithmetic only, unless somebody registered a hook.
+    """Make `optimizer.step()` run only the optimizer's arithmetic, unless a hook is registered.
 
-    torch wraps it in a profiler range, hooks and graph breaks for the compiler: about 10 µs a step, and the import. A torch
-    whose `step` is not wrapped ends this.
+    torch wraps it in a profiler range, hooks and graph breaks for the compiler: about 10 µs a step, and the import. An unwrapped
+    `step` in torch ends this.
     """
     wrapped, base = type(optimizer).step, sys.modules[torch.optim.Optimizer.__module__]
     arithmetic = inspect.unwrap(wrapped)
@@ -89,7 +89,8 @@ def remove_step_wrappers(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def given_overflow(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> Iterator[None]:
-    """Within the context the fused step does nothing where `found` > 0: torch's GradScaler hands it over by these attributes."""
+    """Within the context the fused step does nothing where `found` > 0: torch's GradScaler passes its flag by these
+    attributes."""
     vars(optimizer).update(grad_scale=None, found_inf=found)
     try:
         yield
@@ -98,7 +99,7 @@ def given_overflow(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> Ite
 
 
 def before_steps(optimizer: torch.optim.Optimizer, look: Callable[[], None]) -> None:
-    """Call `look()` before each step of an optimizer whose wrappers are removed: torch's own hooks are called by them."""
+    """Call `look()` before each step of an optimizer without wrappers: torch's own hooks need the wrappers."""
     arithmetic = optimizer.step
 
     def step() -> None:
@@ -111,18 +112,17 @@ def before_steps(optimizer: torch.optim.Optimizer, look: Callable[[], None]) -> 
 def wrap_state(optimizer: torch.optim.Optimizer, wrap: Callable[[Method], Method]) -> None:
     """Make an optimizer's `state_dict` and `load_state_dict` run as `wrap` returns them.
 
-    torch's hooks run within its own two methods, and an optimizer that extends them goes on afterwards, without what the hooks
-    have prepared. Hooks around the whole method would end this.
+    torch's hooks run within its own two methods. The code of an optimizer that extends these methods runs outside the hooks.
+    Hooks around the whole method would end this.
     """
     for name, method in (("state_dict", optimizer.state_dict), ("load_state_dict", optimizer.load_state_dict)):
         vars(optimizer)[name] = wrap(method)  # type: ignore[arg-type]  # either of the two
 
 
 def ignore_profiler_ranges() -> None:
-    """Let selective checkpointing pass over the ranges by which FSDP's hooks mark in a profile what they do.
-
-    Within a block that has shards of its own they run another number of times in the recomputation than in the forward, which
-    torch takes for an error (pytorch#196862). The first release with that change ends this.
+    """Let selective checkpointing ignore the profiler ranges of FSDP's hooks. In a block with its own shards, recomputation runs
+    them another number of times than the forward, which torch takes for an error (pytorch#196862). The first release with that
+    change ends this.
     """
     from torch.utils.checkpoint import SAC_IGNORED_OPS
 
@@ -134,8 +134,7 @@ def ignore_profiler_ranges() -> None:
 def compiling() -> Iterator[None]:
     """Make torch.compiler.is_compiling() true within the context, as torch's own export does; newer torch has a second flag.
 
-    make_fx does not, so that what it records would take branches of the eager mode, such as those that read from the device.
-    A make_fx that sets it ends this.
+    make_fx does not, so its recording would take eager branches, such as reads from the device. A make_fx that sets it ends this.
     """
     flags = [f for f in ("_is_compiling_flag", "_is_non_strict_tracing_flag") if hasattr(torch.compiler, f)]
     saved = [vars(torch.compiler)[f] for f in flags]
@@ -152,13 +151,13 @@ _users = 0  # open contexts of `wide_convolutions` on a CPU: several runs of a p
 
 @contextmanager
 def wide_convolutions(device: torch.device) -> Iterator[None]:
-    """Within the context convolutions on a CPU compute in float32 where they would in 16 bits, and some of volumes in float64.
+    """Within the context convolutions on a CPU compute in float32 instead of 16 bits, and some 3D convolutions in float64.
 
-    oneDNN's bfloat16 gradients of weights read and write memory outside of their operands (torch 2.15, oneDNN 3.13), and those
-    in float32 are wrong where a kernel is larger than the volume: torch has native kernels for float64. This
-    can go once `python -m bench.kernels` finds no wrong convolution on a CPU with AVX-512.
+    oneDNN's bfloat16 gradients of weights read and write memory outside of their operands (torch 2.15, oneDNN 3.13), and its
+    float32 gradients are wrong where a kernel is larger than the volume; for float64 torch has its own kernels. This can go once
+    `python -m bench.kernels` finds no wrong convolution on a CPU with AVX-512.
     """
-    import torch  # itself, where others look functions up
+    import torch  # the module itself, where other code looks functions up
     from torch.nn import functional
 
     global _users

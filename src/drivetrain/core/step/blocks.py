@@ -11,7 +11,7 @@ from drivetrain.core.lazy import torch
 
 
 class TensorLayout(NamedTuple):
-    """The layout of a block over ranks by its heads and hidden units. A block's class says it in `tensor_layout()`."""
+    """The layout of a block over ranks by its heads and hidden units. A block's class returns it from `tensor_layout()`."""
 
     attention: torch.nn.Module
     qkv: str  # name of its Linear that makes queries, keys and values, one after the other
@@ -25,9 +25,9 @@ class TensorLayout(NamedTuple):
 def repeated_blocks(model: torch.nn.Module, class_name: str | None = None) -> list[torch.nn.Module]:
     """The outermost modules of class `class_name`; without a name, the model's own repeated blocks.
 
-    A model of transformers names its own (`_no_split_modules`): those that it has several of. Else a class is repeated if it
-    has submodules and the model's Sequentials and ModuleLists have at least two members of it. For a stage that consists of
-    repeated blocks itself (in ConvNeXt and Swin), its blocks are returned.
+    A model of transformers names its block classes (`_no_split_modules`); those with several instances count. Otherwise a class
+    counts as repeated if it has submodules and the model's Sequentials and ModuleLists have at least two members of it. Where a
+    stage consists of repeated blocks (ConvNeXt, Swin), its blocks are returned.
     """
     if class_name is not None:
         return _found(model, {type(m) for m in model.modules() if type(m).__name__ == class_name}, stages=False)

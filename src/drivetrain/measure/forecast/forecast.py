@@ -564,7 +564,7 @@ def _facts(found: Forecast) -> dict[str, str]:
     work = f"{found.flops / 1e9:,.4g} GFLOP, {found.moved_bytes / 1e9:,.3g} GB moved, {found.operations:,} operations"
     shares = sorted(found.shares.items(), key=lambda item: -item[1])
     named = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares if share > 0.005)
-    beside = f"{_figure(tensors, size)}; without them {size(peak.value - tensors.value)}, also freed memory"
+    beside = f"{_figure(tensors, size)}; outside them {size(peak.value - tensors.value)}, freed memory included"
     timed = f"{100 * found.timed_share:.0f} % of it, operation by operation; the rest is a roofline"
     return {
         "forecast for": f"{f'{found.ranks} × ' if found.ranks > 1 else ''}{found.device} ({found.source})",

@@ -34,11 +34,11 @@ class CodeLine:
     share: float = 0.0  # forward and backward, beyond what the model's layers need
     backward: float = 0.0  # the part of `share` that is its backward
     layers: float = 0.0  # the share that the model's layers take, which this line calls
-    waits: float = 0.0  # the part of its time on the host in which it has no work for a core, 0 to 1
+    waits: float = 0.0  # the share of its host time without work for a core, 0 to 1
     operations: int = 0
     small_operations: int = 0  # on a sixteenth of the input's elements or less
     wide: float = 0.0  # the part of its operations' time that computes in float64
-    wasted: float = 0.0  # the part of its operations' time that no backward needs, of weights that train
+    wasted: float = 0.0  # the share of its operations' time in layers whose weights train but get no gradient
     names: tuple[str, ...] = ()  # of the operations that take most of its time
     host_reads: int = 0  # values read back to the host: .item(), float(), bool()
     created: float = 0.0  # the part of its operations' time that creates tensors on the CPU
@@ -56,7 +56,7 @@ class Attribution:
     """A step's time, by lines; the shares of all lines and of the rest add up to 1."""
 
     lines: list[CodeLine]  # the one with the largest share first
-    rest: dict[str, float]  # by what it is, of time that no line of the user's called
+    rest: dict[str, float]  # time that no line of the user's called, by its kind
 
     def with_reading(self, samples: Samples) -> Attribution:
         """Divide the waiting for data by samples of reading that was done elsewhere."""
@@ -70,8 +70,8 @@ def attribute(
 ) -> Attribution:
     """Attribute a step's time. `operations` were recorded in `updates` updates; `watched` updates were sampled.
 
-    `busy` is the share of the time in which an accelerator works: that is divided by the operations' times on the
-    device, and only the rest, in which the device waits for the host, by what the host does. A CPU's is 0.
+    `busy` is the share of the time in which an accelerator works: this share is attributed by the operations' times on the
+    device. The rest, in which the device waits for the host, is attributed by the host's samples. For a CPU `busy` is 0.
     """
     operations = [o for o in operations if o.phase != "data"]
     calls: defaultdict[Site | None, list[TimedOperation]] = defaultdict(list)
@@ -147,7 +147,7 @@ OF_NO_LINE = {"data": WAITING, "micro_batch": "model and loss", "update": "the u
 
 
 def _of_backward(operations: Sequence[TimedOperation], backward_ms: float | None) -> list[float]:
-    """Return each operation's part of the backward, from their recorded times and `backward_ms`, which nothing watched.
+    """Return each operation's part of the backward, from the recorded times and the unwatched time `backward_ms`.
 
     Each operation of the backward has a small cost that the records lack, and each record has a small cost of its own. The
     difference of the two times gives both costs together.
@@ -161,6 +161,6 @@ def _of_backward(operations: Sequence[TimedOperation], backward_ms: float | None
 
 
 def _needed(operations: Iterable[TimedOperation]) -> float:
-    """The part of a call's time that the model's layers need: that of their operations among its own."""
+    """The share of a call's operation time that is in the model's layers."""
     total = sum(o.ms for o in operations)
     return sum(o.ms for o in operations if o.needed) / total if total else 0.0
