@@ -14,6 +14,7 @@ from drivetrain.batch.bucketed import Bucketed, padded, split_by_cost
 from drivetrain.cli.show import show
 from drivetrain.core import order as orders
 from drivetrain.core.errors import UserError
+from drivetrain.core.options.horizon import run_horizon
 from drivetrain.core.order import Order, shuffled
 from drivetrain.core.step import rng
 from drivetrain.core.step.microbatch import Request
@@ -582,3 +583,24 @@ def test_the_batch_of_an_evaluation(make):
     trainer.model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
     trainer.evaluator.evaluate()
     assert seen == [7, 7, 7, 7, 2]
+
+
+@pytest.mark.parametrize("samples", [1, 50, 1000])
+@pytest.mark.parametrize("epochs", [1, 2, 7, 50])
+@pytest.mark.parametrize("growth", [{}, {"grow_every": 1}, {"grow_every": 3, "grow_by": 3}, {"grow_every": 2, "grow_until": 100}])
+def test_epochs_of_one_size_are_counted_together(samples: int, epochs: int, growth: dict[str, int]) -> None:
+    """The sums are those of a loop over the epochs."""
+    batch = Batch(global_batch=16, **growth)
+    assert [epoch for stretch in batch.stretches(epochs) for epoch in stretch] == list(range(epochs))
+    each = [batch.updates(samples, epoch, False) for epoch in range(epochs)]
+    assert batch.total_updates(samples, epochs, False) == sum(each)
+    seen = [min(samples, updates * batch.size(epoch)) for epoch, updates in enumerate(each)]
+    assert batch.consumed(samples, epochs, 0, False) == sum(seen)
+
+
+def test_a_horizon_ends_each_epoch_where_a_loop_does() -> None:
+    run = launcher.prepare(["epochs=9", "batch.grow_every=2", "batch.global_batch=100", "data.drop_last=false"]).run
+    horizon = run_horizon(run)
+    assert horizon is not None
+    samples = run.data.train_samples()
+    assert list(horizon.ends) == list(itertools.accumulate(run.batch.updates(samples, epoch, False) for epoch in range(9)))

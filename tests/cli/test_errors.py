@@ -13,7 +13,7 @@ import pytest
 from safetensors import SafetensorError
 
 from drivetrain.cli import main
-from drivetrain.core.errors import without_logins
+from drivetrain.core.errors import UserError, without_logins
 from drivetrain.launch.job import prepare
 from tests.support.command import (
     OWN,
@@ -443,3 +443,8 @@ def test_a_login_in_an_address_is_hidden_in_what_is_printed():
     assert without_logins("https:/bob:p@w@host") == "https:/<redacted>@host"
     for text in ("https://host/a@b", "mail me@host: now", "models:/name@best", "C:/x@y", "a:b@c"):
         assert without_logins(text) == text
+
+
+def test_a_message_holds_no_control_characters() -> None:
+    assert UserError(["a\x1b[2Jb", "c\u202ed"]).problems == ["a\N{REPLACEMENT CHARACTER}[2Jb", "c\N{REPLACEMENT CHARACTER}d"]
+    assert str(UserError("two\nlines\tand a tab")) == "two\nlines\tand a tab"

@@ -8,16 +8,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 import drivetrain
-from drivetrain.cli import completion, main
+from drivetrain.cli import completion, main, recipe
 from drivetrain.cli.verbs import VERBS
 from drivetrain.config import catalog
 from drivetrain.config.catalog import root_config
 from drivetrain.launch.job import prepare
+from drivetrain.recipe import reader
 from tests.support.command import (
     OWN,
     ROOT,
@@ -266,6 +268,22 @@ def test_recipe_check(tmp_path: Path, here: Callable[..., Done]) -> None:
     assert done.out == "naive: valid\n"
     assert "a.yaml:2" in done.err
     assert "epochs=0" in done.err
+
+
+def test_a_large_sweep_is_checked_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each value once, beside the first of the others; a small sweep in all its combinations."""
+    file, seen = tmp_path / "sweep.yaml", []
+    monkeypatch.setattr(recipe, "compose", lambda words, dirs, base: base.values)
+    nothing = SimpleNamespace(composed=SimpleNamespace(notices=[]), shared=None, run=SimpleNamespace(values={"trust": []}))
+    monkeypatch.setattr(recipe, "checked", lambda values: seen.append(values) or nothing)
+    file.write_text("sweep:\n  epochs: [1, 2, 3]\n  updates: [1, 2, 3, 4]\n")
+    assert recipe.check(reader.read(file)) == []
+    assert len(seen) == 12
+    seen.clear()
+    file.write_text("sweep:\n  epochs: [1, 2, 3, 4, 5, 6]\n  updates: [1, 2, 3, 4, 5, 6, 7]\n")
+    assert recipe.check(reader.read(file)) == ["12 of its 42 combinations were checked"]
+    assert {values["epochs"] for values in seen} == set(range(1, 7))
+    assert {values["updates"] for values in seen} == set(range(1, 8))
 
 
 @pytest.fixture(scope="module")

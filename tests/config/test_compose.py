@@ -13,6 +13,7 @@ from bench.gpu.loops import Work
 
 from drivetrain.config import catalog, schema
 from drivetrain.config.compose import compose
+from drivetrain.config.keys import KeySetter
 from drivetrain.config.schema import Schema
 from drivetrain.core.errors import UserError
 from drivetrain.core.options.allowed import FileName
@@ -175,3 +176,10 @@ def test_on_a_cpu_the_recipe_for_a_gpu_says_what_it_cannot_do_there(packed):
     (line,) = loader.autotune(None, 1, 9, torch.device("cpu"))
     assert "loader=device: the device is the CPU" in line
     assert loader.autotune(None, 1, 9, torch.device("cuda")) == []
+
+
+def test_an_empty_mapping_takes_the_place_of_a_default_that_is_not() -> None:
+    """So a recipe that spells out `lr_multipliers: {}` stays what it was when the default becomes another."""
+    config = {"optimizer": {"lr_multipliers": {"head": 10}, "lr": 1}}
+    assert KeySetter(config, {}).set("optimizer.lr_multipliers", {}) is None
+    assert config == {"optimizer": {"lr_multipliers": {}, "lr": 1}}

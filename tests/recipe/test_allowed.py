@@ -1,14 +1,10 @@
-"""Recipes and runs' folders may be a stranger's: what they hold is of a list, in bounds, or refused before it has an effect."""
+"""A recipe may be a stranger's: what it holds is of a list, in bounds, or refused before it has an effect."""
 
-import colorsys
 import inspect
-import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
@@ -17,33 +13,25 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from drivetrain.batch import Batch
 from drivetrain.cli import recipe
-from drivetrain.config import recipe_checks, schema, validate
+from drivetrain.config import recipe_checks, schema
 from drivetrain.config.catalog import LISTS, option_files
 from drivetrain.config.compose import compose
-from drivetrain.config.keys import KeySetter
 from drivetrain.core.errors import UserError
-from drivetrain.core.machine import files, home, nvidia_driver
+from drivetrain.core.machine import nvidia_driver
 from drivetrain.core.machine.paths import recipes_dir
 from drivetrain.core.options import allowed
 from drivetrain.core.options.allowed import Entries, Text, one_of
-from drivetrain.core.options.horizon import run_horizon
 from drivetrain.core.user.code import import_name
 from drivetrain.launch.job import checked, prepare
 from drivetrain.loss import distill
 from drivetrain.recipe import reader as recipes
-from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
-from drivetrain.run import environment, reader, recipe_file, records
-from drivetrain.sweeps import driver, store
 from drivetrain.testing import contract_problems
 from tests.support import odd
-from tests.support.command import run
 from tests.support.effects import limited, watched
 from tests.support.put import put
 from tests.support.recipe_mutants import FILES, alike, mutants, written
-from tests.support.refusals import problems_of
 
 
 def choose(group: str, option: str, values: str) -> str:
@@ -363,223 +351,7 @@ def test_the_names_that_a_recipe_may_give_are_timms() -> None:
     assert [name for name in timm.list_models(pretrained=True) + timm.list_models() if allowed.problem(hint, name)] == []
 
 
-# --- the working directory ---
-
-PLANTED = ("colorsys", "torch", "timm", "yaml", "omegaconf", "hydra", "pydantic", "apex", "torchao", "datasets", "sitecustomize")
-CHECK_THEN_IMPORT = """
-import runpy, sys
-sys.argv = ["drivetrain", "recipe", "check", "mine.yaml"]
-try:
-    runpy.run_module("drivetrain", run_name="__main__")
-except SystemExit as end:
-    import colorsys
-    print(end.code, colorsys.__file__)
-"""
-
-
-@pytest.mark.own_process
-def test_nothing_is_imported_from_the_working_directory(tmp_path: Path) -> None:
-    """A stranger's folder with modules of well-known names: a command that is started in it does not run them."""
-    for name in PLANTED:
-        (tmp_path / f"{name}.py").write_text("open('PWNED', 'w').close()\n")
-    (tmp_path / "mine.yaml").write_text("epochs: 1\n")
-    before = sorted(os.listdir(tmp_path))
-    done = run(cwd=tmp_path, how=("-c", CHECK_THEN_IMPORT))  # Python puts the working directory first, as for `-m drivetrain`
-    assert done.out.splitlines() == ["mine.yaml: valid", f"0 {inspect.getfile(colorsys)}"], done
-    assert sorted(os.listdir(tmp_path)) == before
-
-
-# --- recipes and runs' folders that were made to be read as something else than they look, or to be followed elsewhere ---
-
-
-def taken(text: str) -> Recipe:
-    return recipes.read(Path("mine.yaml"), text.encode())
-
-
-def exported(given: Recipe) -> str:
-    """The text that a run with this recipe writes."""
-    job = checked(compose([], base=given))
-    return recipe_file.to_recipe(job.composed, job.machine_local_keys, validate.identifying_keys(job.run))
-
-
-# --- recipes ---
-
-
-def test_what_is_written_as_a_person_reads_it_is_read() -> None:
-    """What looks otherwise than YAML reads it is refused: see tests/cli/test_errors.py."""
-    found = taken("description: 'at 1:30'\noptimizer: {lr: 0.05, weight_decay: -0.0}\nepochs: 10\n")
-    assert found.values["epochs"] == 10
-    assert taken("\ufeffepochs: 3\r\n# a\u00a0b\r\n").values == {"epochs": 3}
-
-
-def test_a_description_survives_a_run() -> None:
-    """A run's recipe must be readable, else the run cannot be resumed."""
-    described = taken('description: "fast \N{ROCKET} \\"é\\"\\nand small"\n')
-    assert taken(exported(described)).description == described.description
-
-
-def test_the_hash_is_of_what_left_out_names_too_where_the_file_sets_it() -> None:
-    text = exported(taken("")).replace("\nunchanged:", "\nleft_out: [optimizer]\n\nunchanged:", 1)
-    without = taken(text).only_chosen()
-    settings = compose([], base=without)
-    digest = recipe_file.digest(recipe_file.settable(settings, recipe_file.keys_of_machine(settings.plain) or (), ["optimizer"]))
-    text = text.replace(str(taken(text).header.hash), digest)
-    assert any("was" in line or "were" in line for line in recipe_file.notices(taken(text)))
-
-
-def test_an_empty_mapping_takes_the_place_of_a_default_that_is_not() -> None:
-    """So a recipe that spells out `lr_multipliers: {}` stays what it was when the default becomes another."""
-    config = {"optimizer": {"lr_multipliers": {"head": 10}, "lr": 1}}
-    assert KeySetter(config, {}).set("optimizer.lr_multipliers", {}) is None
-    assert config == {"optimizer": {"lr_multipliers": {}, "lr": 1}}
-
-
-# --- places ---
-
-
-@pytest.fixture(autouse=True)
-def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
-# --- runs' folders ---
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    prepare([]).write_files(folder)
-    return folder
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{"machine_local": [1]}, {"machine_local": "a"}, {"config_dirs": 5}, {"config_dirs": "/etc"}, {"config_dirs": [{}]}],
-    ids=str,
-)
-def test_a_record_of_wrong_types_is_damaged(run_dir: Path, changed: dict[str, object]) -> None:
-    recorded = json.loads((run_dir / "environment.json").read_text())
-    (run_dir / "environment.json").write_text(json.dumps({**recorded, **changed}))
-    with pytest.raises(UserError, match=r"its environment\.json is damaged"):
-        prepare([f"resume={run_dir}"])
-
-
-@pytest.mark.parametrize("text", ['a: "${a"\n', "[]\n", "? [a]\n: 1\n", "a: [" + "1," * 60_000 + "1]\n"], ids=range(4))
-def test_a_config_that_is_none_is_damaged(run_dir: Path, text: str) -> None:
-    (run_dir / "config.yaml").write_text(text)
-    with pytest.raises(UserError, match=r"its config\.yaml is damaged"):
-        prepare([f"resume={run_dir}"])
-    reader.read(run_dir)
-
-
-def test_folders_are_searched_to_a_depth(tmp_path: Path, run_dir: Path) -> None:
-    """A stranger's folder may have a thousand in each other, more than Python can call."""
-    for depth in (reader.DEEPEST, reader.DEEPEST + 1):
-        below = tmp_path.joinpath("deep", *"a" * depth)
-        below.mkdir(parents=True, exist_ok=True)
-        (below / f"{depth}").mkdir()
-        (below / f"{depth}/result.json").touch()
-    with pytest.raises(UserError, match="no run in"):
-        reader.find([tmp_path / "deep"])
-    (tmp_path / "deep/a/run").mkdir()
-    (tmp_path / "deep/a/run/result.json").touch()
-    assert [run.path.name for run in reader.find([tmp_path / "deep", run_dir])] == ["run", "run"]
-
-
-def test_json_of_very_many_lists_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.json").write_text("[" + "[]," * 99 + "[]]")
-    assert len(files.read_json(tmp_path / "a.json")) == 100
-    monkeypatch.setattr(files, "MOST_JSON", 100)
-    with pytest.raises(ValueError, match="too many lists"):
-        files.read_json(tmp_path / "a.json")
-
-
-def test_a_log_of_empty_lines_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MOST_SPOILT", 100)
-    path = put(tmp_path / "metrics.jsonl", b'{"update": 1}\n' + b"\n" * 1000 + b'{"update": 2}\n')
-    assert records.read(path).records == [{"update": 1}]
-
-
-def test_no_picture_is_written_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("mine")
-    (tmp_path / "images").mkdir()
-    (tmp_path / "images/a.png").symlink_to(tmp_path / "precious")
-    files.place_for(tmp_path / "images/a.png").write_bytes(b"png")
-    assert (tmp_path / "precious").read_text() == "mine"
-    (tmp_path / "linked").symlink_to(tmp_path / "images")
-    with pytest.raises(OSError, match="link"):
-        files.place_for(tmp_path / "linked/a.png")
-
-
-def git(*words: str) -> None:
-    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words], check=True, capture_output=True)
-
-
-def test_a_strangers_repository_runs_nothing() -> None:
-    """A run records the commit of the working directory, whose config can name programs for changed files."""
-    git("init", "-q", ".")
-    Path("a.txt").write_text("a\n")
-    Path(".gitattributes").write_text("* filter=x=y\n")
-    git("add", "a.txt", ".gitattributes")
-    git("commit", "-qm", "a")
-    commit = environment._git_commit()
-    assert commit is not None
-    assert len(commit) == 40
-    for key in ("clean", "process", "smudge"):
-        git("config", f"filter.x=y.{key}", "touch ran; cat")
-    git("config", "filter.x=y.required", "true")
-    git("config", "core.fsmonitor", "touch ran")
-    os.utime("a.txt", (1, 1))  # so that git compares what is in it
-    assert environment._git_commit() == commit
-    Path("a.txt").write_text("b\n")
-    assert environment._git_commit() == f"{commit}-dirty"
-    assert not Path("ran").exists()
-
-
-def test_a_check_of_a_whole_recipe_says_nothing_more() -> None:
-    assert recipe.check(taken(exported(taken("")))) == []
-
-
-# --- bounds of the work that a recipe can ask for: sizes of files, sweeps, epochs, growth and cycles ---
-
-
-@pytest.mark.parametrize("samples", [1, 50, 1000])
-@pytest.mark.parametrize("epochs", [1, 2, 7, 50])
-@pytest.mark.parametrize("growth", [{}, {"grow_every": 1}, {"grow_every": 3, "grow_by": 3}, {"grow_every": 2, "grow_until": 100}])
-def test_epochs_of_one_size_are_counted_together(samples: int, epochs: int, growth: dict[str, int]) -> None:
-    """The sums are those of a loop over the epochs."""
-    batch = Batch(global_batch=16, **growth)
-    assert [epoch for stretch in batch.stretches(epochs) for epoch in stretch] == list(range(epochs))
-    each = [batch.updates(samples, epoch, False) for epoch in range(epochs)]
-    assert batch.total_updates(samples, epochs, False) == sum(each)
-    seen = [min(samples, updates * batch.size(epoch)) for epoch, updates in enumerate(each)]
-    assert batch.consumed(samples, epochs, 0, False) == sum(seen)
-
-
-def test_a_horizon_ends_each_epoch_where_a_loop_does() -> None:
-    run = prepare(["epochs=9", "batch.grow_every=2", "batch.global_batch=100", "data.drop_last=false"]).run
-    horizon = run_horizon(run)
-    assert horizon is not None
-    samples = run.data.train_samples()
-    assert list(horizon.ends) == list(accumulate(run.batch.updates(samples, epoch, False) for epoch in range(9)))
-
-
-def test_a_large_sweep_is_checked_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each value once, beside the first of the others; a small sweep in all its combinations."""
-    file, seen = tmp_path / "sweep.yaml", []
-    monkeypatch.setattr(recipe, "compose", lambda words, dirs, base: base.values)
-    nothing = SimpleNamespace(composed=SimpleNamespace(notices=[]), shared=None, run=SimpleNamespace(values={"trust": []}))
-    monkeypatch.setattr(recipe, "checked", lambda values: seen.append(values) or nothing)
-    file.write_text("sweep:\n  epochs: [1, 2, 3]\n  updates: [1, 2, 3, 4]\n")
-    assert recipe.check(recipes.read(file)) == []
-    assert len(seen) == 12
-    seen.clear()
-    file.write_text("sweep:\n  epochs: [1, 2, 3, 4, 5, 6]\n  updates: [1, 2, 3, 4, 5, 6, 7]\n")
-    assert recipe.check(recipes.read(file)) == ["12 of its 42 combinations were checked"]
-    assert {values["epochs"] for values in seen} == set(range(1, 7))
-    assert {values["updates"] for values in seen} == set(range(1, 8))
+# --- bounds of the work that a recipe can ask for ---
 
 
 def test_a_file_that_is_no_plain_file_or_has_no_end_is_refused(tmp_path: Path) -> None:
@@ -596,11 +368,6 @@ def test_a_file_that_is_no_plain_file_or_has_no_end_is_refused(tmp_path: Path) -
     for name, said in refusals.items():
         with limited(), pytest.raises(UserError, match=said):
             recipes.read(tmp_path / f"{name}.yaml")
-
-
-def test_a_message_holds_no_control_characters() -> None:
-    assert UserError(["a\x1b[2Jb", "c\u202ed"]).problems == ["a\N{REPLACEMENT CHARACTER}[2Jb", "c\N{REPLACEMENT CHARACTER}d"]
-    assert str(UserError("two\nlines\tand a tab")) == "two\nlines\tand a tab"
 
 
 # --- the reader and the validation of recipes, fuzzed: a valid config or a UserError, no traceback, no effect, no long wait ---
@@ -673,110 +440,3 @@ BOMBS = {
 @pytest.mark.parametrize("case", BOMBS)
 def test_a_small_file_is_little_work(case: str, place: Path) -> None:
     outcome(place / "recipe.yaml", BOMBS[case], most_said=10**6)  # each of its lines may be refused
-
-
-# --- the directory of a run or a sweep may come from anybody: nothing in it decides what is trusted, imported or opened ---
-
-
-EVIL = "raise SystemExit('imported')\n"
-
-
-@pytest.fixture
-def recorded(tiny, tmp_path) -> Path:
-    """The files of a run that this user has recorded."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    prepare(tiny("runtime.device=cpu", "output_dir=elsewhere")).write_files(folder)
-    return folder
-
-
-def change(recorded: Path, **content: object) -> None:
-    file = recorded / "environment.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **content}))
-
-
-def settings(recorded: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((recorded / "environment.json").read_text())["machine_local"]
-    return found
-
-
-def problem(*words: str) -> str:
-    return " ".join(problems_of(prepare, words))
-
-
-def test_an_own_run_needs_no_word(recorded):
-    assert prepare([f"resume={recorded}"]).run.values["output_dir"] == "elsewhere"
-
-
-def test_a_changed_record_is_not_taken(recorded, tmp_path):
-    """Its settings are asked for by name; nothing of the package is imported."""
-    (tmp_path / "evil.py").write_text(EVIL)
-    change(recorded, machine_local={**settings(recorded), "trust": ["evil"], "model.target": "evil.Net", "model": "own"})
-    says = problem(f"resume={recorded}")
-    assert "was recorded by another user or machine, or has been changed" in says
-    assert all(word in says for word in ("trust=", "model.target=", "evil.Net", "output_dir="))
-    assert "evil" not in sys.modules
-
-
-def test_folders_with_options_are_not_taken(recorded, tmp_path):
-    """They would go on the import path, and their options' modules would be imported."""
-    conf = tmp_path / "theirs" / "conf" / "clip"
-    put(conf / "mine.yaml", "_target_: evil.Clip\n")
-    change(recorded, config_dirs=[str(conf.parent)])
-    assert f"--config-dir {conf.parent}" in problem(f"resume={recorded}", "output_dir=here")
-    assert str(conf.parents[1]) not in sys.path
-
-
-def test_a_run_of_another_user_goes_on_by_the_words_that_one_agrees_with(recorded, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
-    assert "elsewhere" in problem(f"resume={recorded}")
-    assert prepare([f"resume={recorded}", "output_dir=here", "runtime.device=cpu"]).run.values["output_dir"] == "here"
-
-
-def test_a_record_cannot_steer_the_terminal(recorded):
-    change(recorded, machine_local={"data.root": "\x1b[2Jgone"})
-    assert "\x1b" not in problem(f"resume={recorded}")
-
-
-def test_the_environment_is_not_read_for_a_stranger(recorded, monkeypatch):
-    """A reference in config.yaml would be resolved and shown as a difference."""
-    monkeypatch.setenv("API_KEY_OF_MINE", "hunter2")
-    config = yaml.safe_load((recorded / "config.yaml").read_text())
-    config["optimizer"]["lr"] = "${oc.env:API_KEY_OF_MINE}"
-    (recorded / "config.yaml").write_text(yaml.safe_dump(config))
-    says = problem(f"resume={recorded}")
-    assert "optimizer.lr" in says
-    assert "hunter2" not in says
-
-
-def test_a_changed_sweep_is_not_taken(tiny, tmp_path):
-    """Its words may name code to run."""
-    (tmp_path / "evil.py").write_text(EVIL)
-    folder = tmp_path / "sweep"
-    folder.mkdir()
-    store.Sweep(folder, tiny("seed=1,2"), []).add([])
-    assert store.read_own(folder)["jobs"] == []
-    content = store.read(folder)
-    content["overrides"] += ["trust=[evil]", "model=own", "model.target=evil.Net"]
-    (folder / "jobs.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"start it anew with the words that you accept: .*evil\.Net"):
-        driver.run([f"resume={folder}"])
-    assert "evil" not in sys.modules
-
-
-def test_the_key_is_one_and_for_this_user_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    first = home.sign({"a": [1]})
-    assert home.sign({"a": [1]}) == first != home.sign({"a": [2]})
-    assert home.is_own({"a": [1]}, first)
-    assert not home.is_own({"a": [2]}, first)
-    assert not any(home.is_own({"a": [1]}, other) for other in (None, f"é{first}", "\udc80", 5))
-    assert home.key_file().stat().st_mode & 0o777 == 0o600
-    assert os.listdir(home.key_file().parent) == ["key"]
-
-
-def test_a_home_that_cannot_be_written_signs_nothing(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    assert home.sign({}) is None
-    assert not home.is_own({}, "0" * 64)

@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import yaml
 
-from drivetrain.cli import main
+from drivetrain.cli import main, recipe
 from drivetrain.cli.recipe_schema import NAMES_CODE, recipe_schema
+from drivetrain.config import validate
 from drivetrain.config.catalog import LISTS, SUMS, options
 from drivetrain.config.compose import compose
 from drivetrain.config.composed import Composed
 from drivetrain.core.errors import UserError
 from drivetrain.core.machine import paths, process
 from drivetrain.core.machine.paths import recipes_dir
-from drivetrain.launch.job import prepare
+from drivetrain.launch.job import checked, prepare
 from drivetrain.recipe import reader, write
 from drivetrain.run import recipe_file
 from drivetrain.run.recipe_file import to_recipe
@@ -38,6 +39,16 @@ def exported(*words: str, name: str = "shared.yaml") -> Path:
     """The recipe of a run with these words, in a file."""
     Path(name).write_text(text_of(compose(words)))
     return Path(name)
+
+
+def taken(text: str) -> reader.Recipe:
+    return reader.read(Path("mine.yaml"), text.encode())
+
+
+def text_of_run(text: str) -> str:
+    """The recipe that a run of this one writes."""
+    job = checked(compose([], base=taken(text)))
+    return recipe_file.to_recipe(job.composed, job.machine_local_keys, validate.identifying_keys(job.run))
 
 
 def settings(composed: Composed) -> dict[str, Any]:
@@ -159,6 +170,32 @@ def test_the_hash_is_the_same_in_any_order_and_on_any_machine():
     assert recipe_file.digest(one) != recipe_file.digest({**one, "optimizer.lr": True})
     here = exported("runtime.device=cpu", "runtime.threads=1", "output_dir=here", "logger=[]", name="here.yaml")
     assert here.read_text() == exported("data.root=there", "data=cifar10", "data=digits", name="there.yaml").read_text()
+
+
+def test_what_is_written_as_a_person_reads_it_is_read() -> None:
+    """What looks otherwise than YAML reads it is refused: see tests/cli/test_errors.py."""
+    found = taken("description: 'at 1:30'\noptimizer: {lr: 0.05, weight_decay: -0.0}\nepochs: 10\n")
+    assert found.values["epochs"] == 10
+    assert taken("\ufeffepochs: 3\r\n# a\u00a0b\r\n").values == {"epochs": 3}
+
+
+def test_a_description_survives_a_run() -> None:
+    """A run's recipe must be readable, else the run cannot be resumed."""
+    text = 'description: "fast \N{ROCKET} \\"é\\"\\nand small"\n'
+    assert taken(text_of_run(text)).description == taken(text).description
+
+
+def test_the_hash_is_of_what_left_out_names_too_where_the_file_sets_it() -> None:
+    text = text_of_run("").replace("\nunchanged:", "\nleft_out: [optimizer]\n\nunchanged:", 1)
+    without = taken(text).only_chosen()
+    settings = compose([], base=without)
+    digest = recipe_file.digest(recipe_file.settable(settings, recipe_file.keys_of_machine(settings.plain) or (), ["optimizer"]))
+    text = text.replace(str(taken(text).header.hash), digest)
+    assert any("was" in line or "were" in line for line in recipe_file.notices(taken(text)))
+
+
+def test_a_check_of_a_whole_recipe_says_nothing_more() -> None:
+    assert recipe.check(taken(text_of_run(""))) == []
 
 
 # --- what is read ---

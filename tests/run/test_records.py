@@ -1,6 +1,7 @@
 """metrics.jsonl with spoilt lines: what can be read is kept, and resuming and reporting go on."""
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -9,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 import drivetrain
+from drivetrain.core.errors import UserError
 from drivetrain.core.machine import process
 from drivetrain.logger.files import Files
-from drivetrain.run import environment, reader, records, remarks
+from drivetrain.run import reader, records, remarks
 from drivetrain.run.identity import differences
 from drivetrain.run.reader import Points, read
 from drivetrain.run.result import Result, interval
@@ -19,6 +21,7 @@ from drivetrain.saving import manifest
 from drivetrain.sweeps.store import StoredJob
 from drivetrain.ui import terminal
 from drivetrain.ui.sheet import sentence
+from tests.support.put import put
 
 GOOD = [{"event": "train", "update": n, "loss": 1.0 / n, "samples": 8 * n, "time": 100.0 + n} for n in (1, 2, 3)]
 SPOILT = [
@@ -38,6 +41,15 @@ def test_readable_records_are_kept_and_the_others_counted(tmp_path):
     assert records.read(tmp_path / "none.jsonl") == ([], 0)
     (tmp_path / "metrics.jsonl").write_bytes(json.dumps(GOOD[0]).encode() + b'\n{"event": "tra')
     assert records.read(tmp_path / "metrics.jsonl") == (GOOD[:1], 0), "the last line of a killed run is not whole"
+
+
+def test_a_log_of_empty_lines_or_zeros_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = put(tmp_path / "metrics.jsonl", b'{"update": 1}\n')
+    os.truncate(path, 2**40)
+    assert records.read(path).records == [{"update": 1}]
+    monkeypatch.setattr(records, "MOST_SPOILT", 100)
+    put(path, b'{"update": 1}\n' + b"\n" * 1000 + b'{"update": 2}\n')
+    assert records.read(path).records == [{"update": 1}]
 
 
 def test_a_resumed_run_and_a_report_go_on(tmp_path, caplog):
@@ -91,6 +103,17 @@ def test_a_resumed_run_says_so_in_its_records(train) -> None:
     records = [json.loads(line) for line in (second.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [r["update"] for r in records if r["event"] == "resume"] == [2]
     assert read(second.run_dir).evaluated.seconds == sorted(read(second.run_dir).evaluated.seconds)
+
+
+def test_folders_are_searched_to_a_depth(tmp_path: Path) -> None:
+    """A stranger's folder may have a thousand in each other, more than Python can call."""
+    for depth in (reader.DEEPEST, reader.DEEPEST + 1):
+        put(tmp_path.joinpath("deep", *"a" * depth, f"{depth}/result.json"), "")
+    with pytest.raises(UserError, match="no run in"):
+        reader.find([tmp_path / "deep"])
+    for place in ("deep/a/run", "run"):
+        put(tmp_path / place / "result.json", "")
+    assert [run.path.name for run in reader.find([tmp_path / "deep", tmp_path / "run"])] == ["run", "run"]
 
 
 # --- how two configs differ ---
@@ -196,23 +219,6 @@ def test_a_job_of_a_sweep_whose_folder_is_gone_has_a_result(tmp_path):
     assert entry.load_result(("failed",))
     (tmp_path / "file").write_text("")
     StoredJob(1, entry.job, tmp_path / "file" / "1").close(1, "nowhere to write to")
-
-
-# --- what a run says of the machine ---
-
-
-@pytest.mark.parametrize(
-    ("facts", "name"),
-    [
-        ("cpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\nstepping\t: 1\n", "AMD EPYC (family 25, model 1)"),
-        ("cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\nstepping\t: 1\n", "AMD EPYC (family 25, model 17)"),
-        ("model name\t: Cortex\n", "Cortex"),
-    ],
-)
-def test_processors_of_one_name_are_told_apart(facts: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures of one are not compared with those of the other: they differ by what they have in hardware."""
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: facts)
-    assert environment.processor() == name
 
 
 # --- what a run's figures say at its end, in words; nothing where they say nothing ---

@@ -31,7 +31,7 @@ from drivetrain.engine.staged_run import StagedRun
 from drivetrain.inference import finished
 from drivetrain.launch import launcher, worker
 from drivetrain.measure.claims import diff
-from drivetrain.run import identity, reader, records
+from drivetrain.run import identity, reader
 from drivetrain.saving import manifest
 from drivetrain.sweeps import driver, store
 from tests.cli.test_fuzz import run as run_command
@@ -175,13 +175,6 @@ def test_versions_that_are_none_are_left_out(run: Path) -> None:
     content |= {"versions": {"torch": {"a": 1}}, "git_commit": ["x"]}
     (run / "environment.json").write_text(json.dumps(content))
     assert diff.command([str(run), str(run)]) == 0
-
-
-def test_zeros_in_place_of_records_are_read_for_a_while_only(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    file.write_bytes(b'{"update": 1}\n')
-    os.truncate(file, 2**40)
-    assert records.read(file).records == [{"update": 1}]
 
 
 OF_OTHER_TYPES: list[dict[str, object]] = [

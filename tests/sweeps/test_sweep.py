@@ -21,7 +21,7 @@ from drivetrain.core.machine.accelerators import Accelerator
 from drivetrain.core.options.selection import Selection, selected
 from drivetrain.run import directory
 from drivetrain.run.result import Result
-from drivetrain.sweeps import launchers, optuna, store
+from drivetrain.sweeps import driver, launchers, optuna, store
 from drivetrain.sweeps.driver import Display, progress, row
 from drivetrain.sweeps.launchers import OnRay, _parameters, own_device
 from drivetrain.sweeps.options import Basic, Joblib, Optuna, Ray, SubmititLocal, SubmititSlurm, split
@@ -248,6 +248,21 @@ def test_a_sweep_is_not_gone_on_with_twice_at_once(tmp_path: Path, refused: Call
     for damaged in ([], {**content, "overrides": 5}, {**content, "config_dirs": [5]}, {**content, "jobs": ["x"]}):
         (sweep.path / "jobs.json").write_text(json.dumps(damaged))
         assert "damaged, or of an older drivetrain" in refused("train", "-m", f"resume={sweep.path}")
+
+
+def test_a_changed_sweep_is_not_taken(tiny, tmp_path):
+    """Its words may name code to run."""
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')\n")
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    store.Sweep(folder, tiny("seed=1,2"), []).add([])
+    assert store.read_own(folder)["jobs"] == []
+    content = store.read(folder)
+    content["overrides"] += ["trust=[evil]", "model=own", "model.target=evil.Net"]
+    (folder / "jobs.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"start it anew with the words that you accept: .*evil\.Net"):
+        driver.run([f"resume={folder}"])
+    assert "evil" not in sys.modules
 
 
 # --- the objective ---
