@@ -635,7 +635,7 @@ def test_texts_of_other_encodings(tmp_path):
             loaded(str(utf8))
         assert torch.equal(loaded(str(utf8), encoding=encoding).train.x, expected)
     utf8.write_bytes(b'a,y\n1,0\n2,1\n\n\n"x\ny",1\n\xe9,0\n')
-    with pytest.raises(DataError, match=r"t.csv:8: the byte 0xe9 is no UTF-8: save the file as UTF-8, or name what it is"):
+    with pytest.raises(DataError, match=r"t.csv:8: the byte 0xe9 is no UTF-8: save the file as UTF-8, or set data.encoding"):
         loaded(str(utf8))
 
 

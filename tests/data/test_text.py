@@ -433,7 +433,7 @@ def test_texts_of_other_encodings(tmp_path):
             )
         path.write_bytes(content.encode().replace(b" 7 ", b"\xe9"))
         with pytest.raises(
-            UserError, match=rf"{name}:8: the byte 0xe9 is no UTF-8: save the file as UTF-8, or name .* data.encoding"
+            UserError, match=rf"{name}:8: the byte 0xe9 is no UTF-8: save the file as UTF-8, or set data.encoding"
         ):
             option(path=str(path), length=8).load(CPU)
         path.write_bytes(content.encode().replace(b" 7 ", b"\0"))

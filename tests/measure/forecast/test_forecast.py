@@ -194,7 +194,7 @@ def test_batch_auto_is_forecast_with_the_split_that_it_will_find():
 def test_what_a_forecast_leaves_out_is_said():
     with pytest.raises(UserError, match="batch=auto on a CPU needs a limit"):
         plan([*SMALL, "model=mlp", "batch=auto"], (), "here")
-    with pytest.raises(UserError, match=r"batch\.tokens=300: how many samples that is"):
+    with pytest.raises(UserError, match=r"batch\.tokens=300: only reading the samples shows how many that is"):
         plan(["task=language_modelling", "batch.tokens=300"], (), "h100")
     assert "chooses a batch of 8 to 64 samples" in plan([*SMALL, "batch=critical", "batch.max=64"], (), "h100").notes[0]
     assert "the whole process" in plan([*SMALL, "batch=auto", "batch.memory_gb=1"], (), "here").notes[0]
