@@ -279,7 +279,7 @@ def test_a_model_that_would_have_other_shapes_is_refused_before_the_start(staged
         ("[{until: 1ep, data.samples: 3}]", ["the samples and their order are one for the whole run"]),
         ("[{until: 1ep, parallel: ddp}]", ["the ranks are started once"]),
         ("[{until: 1ep, saving: best}]", ["the checkpoints belong to one run"]),
-        ("[{until: 1ep, output_dir: a}]", ["output_dir=a: it is for the whole run"]),
+        ("[{until: 1ep, output_dir: a}]", ["output_dir=a: it applies to the whole run"]),
         ("[{until: 1ep, optimizer: adamw}]", ["a stage may change the keys of optimizer, not the option"]),
         ("[{until: 1ep, optimizer.lrr: 1, clip: nrom}]", ["clip=nrom is no option", "did you mean 'lr'?"]),
         (

@@ -1,7 +1,7 @@
-"""Linear layers with low-rank adapters, the layers of a model that get one, and their files, which are those of peft.
+"""Linear layers with low-rank adapters, the choice of a model's layers to adapt, and files in peft's format.
 
-A layer with an adapter takes the place of the model's own and holds its weight, under the same name: files of weights fit as
-before, and a checkpoint has the adapter's tensors in addition (core/step/low_rank.py).
+A layer with an adapter replaces the model's own and holds its weight under the same name. So files of weights still fit, and a
+checkpoint has the adapter's tensors in addition (core/step/low_rank.py).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from drivetrain.core.step.trees import Tree
 
 
 class NarrowProduct(torch.autograd.Function):
-    """x @ weightᵀ of a weight in 16, 8 or 4 bits. The backward needs these alone, so that no wider weight is kept."""
+    """x @ weightᵀ of a weight in 16, 8 or 4 bits. The backward needs only these, so that no wider weight is kept."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, levels: torch.Tensor | None
     ) -> torch.Tensor:
-        """The product, in the type of x."""
+        """The product, in the dtype of x."""
         ctx.save_for_backward(weight, scale, levels)
         ctx.inputs = x.shape[-1]
         return linear(x, widened(weight, scale, levels, ctx.inputs, x.dtype))
@@ -70,7 +70,7 @@ class LoraLinear(nn.Linear):
         layer.lora_b = nn.Parameter(weight.new_zeros(layer.out_features, rank))
         layer.register_buffer("lora_scale", weight.new_tensor(alpha / rank))
         layer.lora_dropout = dropout
-        nn.init.kaiming_uniform_(layer.lora_a, a=math.sqrt(5))  # as Linear layers themselves, and the paper's own code
+        nn.init.kaiming_uniform_(layer.lora_a, a=math.sqrt(5))  # as Linear layers and the paper's code do
         return layer
 
     @torch.no_grad()
@@ -84,14 +84,14 @@ class LoraLinear(nn.Linear):
         self.rows.sub_(self.lora_scale * (self.lora_b @ self.lora_a))
 
     def narrow(self, bits: int) -> None:
-        """Keep the base's weight in bfloat16, or in 8 or 4 bits, (outputs, …) also where it was transposed, and its scales."""
+        """Keep the base's weight in bfloat16, or in 8 or 4 bits with its scales; as (outputs, …) even where it was transposed."""
         if bits == 16:
             half = self.weight.detach().bfloat16()
             del self.weight  # it never trains
             self.register_buffer("weight", half)
             return
         weight, scale = narrowed(self.rows.detach(), bits)
-        del self.weight  # it never trains, so that it is a buffer of the same name
+        del self.weight  # it never trains: a buffer of the same name replaces it
         self.register_buffer("weight", weight)
         self.register_buffer("lora_weight_scale", scale)
         levels = torch.tensor(LEVELS, device=weight.device) if bits == 4 else None
@@ -162,7 +162,7 @@ def choose(model: nn.Module, example: Tree, targets: Sequence[str] | None, heads
 
 
 def unshared(model: nn.Module, heads: Collection[str]) -> list[str]:
-    """Those of the layers that give the outputs whose weight no other layer shares."""
+    """The output layers whose weight no other layer shares."""
     modules = dict(model.named_modules())
     return [name for name in heads if name in modules and not any(_shares(model, m) for m in modules[name].modules())]
 
@@ -179,7 +179,7 @@ def _in_any(name: str, patterns: Collection[str]) -> bool:
 
 
 def _called(model: nn.Module, example: Tree, linears: dict[str, nn.Linear]) -> set[str]:
-    """The layers whose forward is called. Others use a layer's weight by themselves, past an adapter."""
+    """The layers whose forward is called. Other modules use a layer's weight directly, past its adapter."""
     called: set[str] = set()
     hooks = [m.register_forward_hook(lambda *_, name=name: called.add(name)) for name, m in linears.items()]
     run_once(model, example, hooks)
@@ -188,7 +188,7 @@ def _called(model: nn.Module, example: Tree, linears: dict[str, nn.Linear]) -> s
 
 def _obstacle(model: nn.Module, name: str, layer: nn.Linear, called: Collection[str]) -> str:
     if name not in called:
-        return "the model's forward does not call it, but uses its weight by itself"
+        return "the model's forward does not call it, but uses its weight directly"
     return "another layer shares its weight" if _shares(model, layer) else ""
 
 
@@ -201,7 +201,7 @@ def _shares(model: nn.Module, layer: nn.Module) -> bool:
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BEFORE = "base_model.model."  # a name of the model
 PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "dora_magnitude": "lora_magnitude_vector"}
-# Settings that change the mathematics, and have no counterpart here: a file must have one of these values.
+# Settings that change the mathematics and have no counterpart here: a file must have one of these values.
 PLAIN: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",), "bias": ("none", None), "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None), "trainable_token_indices": (None,), "lora_bias": (False, None), "layer_replication": (None,),
@@ -212,7 +212,7 @@ PLAIN: dict[str, tuple[object, ...]] = {
 def write_peft(
     folder: Path, weights: dict[str, torch.Tensor], heads: Collection[str], base: str | None, settings: Mapping[str, object]
 ) -> None:
-    """Write the adapters among a run's weights, and the modules `heads` that trained as a whole. `base` names the model.
+    """Write a run's adapters, and the modules `heads` that were trained as a whole. `base` names the model.
 
     `settings` are peft's `use_rslora` and `init_lora_weights`.
     """
@@ -239,14 +239,14 @@ def write_peft(
 
 
 def load_peft(model: torch.nn.Module, folder: Path, own: Mapping[str, object]) -> str:
-    """Load the adapters of a folder into a model whose layers have theirs already, by the settings `own`, by key.
+    """Load the adapters of a folder into a model that has adapters already; `own` are the model's settings, by key.
 
     Return a line to log. Raises UserError.
     """
     setting = f"adapter.weights={folder}"
     if not ((folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()):
         raise UserError(f"{setting} is no folder with {CONFIG} and {WEIGHTS}, as peft's save_pretrained writes them")
-    try:  # anybody may have made it
+    try:  # it may be anybody's
         config = files.read_json(folder / CONFIG)
         odd = [f"{key}={config[key]}" for key, values in PLAIN.items() if config.get(key, values[0]) not in values]
         theirs = {
@@ -259,7 +259,7 @@ def load_peft(model: torch.nn.Module, folder: Path, own: Mapping[str, object]) -
         heads = [f".{head}." for head in config.get("modules_to_save") or ()]
         given = {name.removeprefix(BEFORE): t for name, t in safetensors.torch.load_file(folder / WEIGHTS).items()}
     except (OSError, ValueError, AttributeError, KeyError, TypeError, MemoryError, safetensors.SafetensorError) as error:
-        raise UserError(f"{setting} is not as peft's save_pretrained writes it ({type(error).__name__}: {error})") from None
+        raise UserError(f"{setting} is not in the format of peft's save_pretrained ({type(error).__name__}: {error})") from None
     if odd:
         raise UserError(f"{setting} has {', '.join(odd)}, which adapter=lora and adapter=dora do not know: save it merged")
     if other := [f"{key}={value}" for key, value in theirs.items() if value != own[key]]:
@@ -274,7 +274,7 @@ def load_peft(model: torch.nn.Module, folder: Path, own: Mapping[str, object]) -
     unlike = unlike or [n for n, t in given.items() if t.shape != wanted[n].shape or not t.float().isfinite().all()]
     if unlike:
         raise UserError(
-            f"{setting} does not fit the adapters of this model: {', '.join(unlike[:4])}: in one of both alone, of another "
+            f"{setting} does not fit the adapters of this model: {', '.join(unlike[:4])}: in only one of the two, of another "
             "shape, or not finite: set adapter.targets to its target_modules, and the model that it was trained on"
         )
     with torch.no_grad():

@@ -11,7 +11,7 @@ from drivetrain.core.options.option import Effect, Option, RunSpec
 from drivetrain.core.step.microbatch import Request
 from drivetrain.core.step.source import CropBox, PipelineParts
 
-CHUNK = 2**18  # values per chunk on a CPU: they and their float copies stay in the cache
+CHUNK = 2**18  # values per chunk on a CPU: a chunk and its float copy fit into the cache
 
 
 class Augment(Option, groups.Augment):
@@ -27,7 +27,10 @@ class Augment(Option, groups.Augment):
             yield from self.validate_shape(run, shape)
 
     def validate_shape(self, run: RunSpec, shape: Sequence[int]) -> Iterator[str]:
-        """Yield why inputs of this shape cannot be augmented. Also called when only loading the data reveals the shape."""
+        """Yield the reasons why inputs of this shape cannot be augmented.
+
+        Called again after loading where only the data has the shape.
+        """
         yield from ()
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
@@ -52,7 +55,7 @@ class Augment(Option, groups.Augment):
 def require_images(run: RunSpec, shape: Sequence[int], option: str, rgb: bool = False) -> Iterator[str]:
     """Yield a problem if inputs of this shape are not images, or, with `rgb`, not RGB images with values 0 … 255.
 
-    Own data does not declare its values: they are assumed to fit.
+    The user's own data declares no range of values: it is assumed to fit.
     """
     max_value = run.data.max_value if run.data.shape() is not None else 255
     setting, data = f"augment=[{option}]", run.named("data")
@@ -67,7 +70,7 @@ def require_images(run: RunSpec, shape: Sequence[int], option: str, rgb: bool = 
 
 
 def require_still_targets(run: RunSpec, option: str) -> Iterator[str]:
-    """Yield a problem if the run's targets are masks: this option would move the images' pixels and leave the masks'."""
+    """Yield a problem if the run's targets are masks: this option would move pixels of images and not of masks."""
     if run.data.targets == "mask":
         yield (
             f"augment=[{option}] moves the pixels of images, but the masks of {run.named('data')} would stay: set "

@@ -1,7 +1,7 @@
 """Colour jitter and colour operations on batches of RGB images, with a strength for each sample.
 
-The operations are those of torchvision.transforms.v2.functional, which takes one strength for a whole batch. uint8 images are
-computed in float and truncated, not rounded, as there and in Pillow. Float images have values 0 … 1.
+The operations are torchvision's (transforms.v2.functional), which takes one strength for a whole batch. uint8 images are computed
+in float and truncated, not rounded, as in torchvision and Pillow. Float images have values 0 … 1.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def saturation(x: torch.Tensor, factor: torch.Tensor, max_value: float) -> torch
 
 
 def sharpness(x: torch.Tensor, factor: torch.Tensor, max_value: float) -> torch.Tensor:
-    """Blend float images with a smoothed copy by a factor (n,). Pixels at the border stay as they are."""
+    """Blend float images with a smoothed copy by a factor (n,). Pixels at the border do not change."""
     if min(x.shape[2:]) < 3:
         return x
     inner = x[:, :, 1:-1, 1:-1]
@@ -159,7 +159,8 @@ def equalize(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 def blur(x: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor:
     """Blur uint8 images by Gaussian kernels of these deviations (n,) in pixels, up to 2, cut off at three times that.
 
-    Outside of an image its border is reflected, as torchvision's gaussian_blur has it; of one too small, its border.
+    Outside of an image its border is reflected, as in torchvision's gaussian_blur; for an image too small for that, it is
+    repeated.
     """
     places = torch.arange(-REACH, REACH + 1, device=x.device)
     weights = torch.softmax(-((places / deviation.unsqueeze(1)) ** 2) / 2, 1).unbind(1)

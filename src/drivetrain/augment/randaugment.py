@@ -1,4 +1,4 @@
-"""Operations drawn for each sample: RandAugment, TrivialAugment, and DeiT III's three."""
+"""Operations drawn for each sample: RandAugment, TrivialAugment, and the three of DeiT III."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RandomOperations(Augment):
     fill = 0  # value of pixels outside of the image
 
     def draws(self, seed: int, epoch: int, indices: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield for one operation after another its numbers and levels (n,), on the CPU."""
+        """Yield for each operation in turn its numbers and levels (n,), on the CPU."""
         raise self.unwritten("draws")
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -44,7 +44,7 @@ class RandomOperations(Augment):
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
         out = x.mul(255).round_().to(torch.uint8) if x.is_floating_point() else x
         for chosen, level in self.draws(seed, epoch, indices):
-            order = chosen.argsort(stable=True)  # groups of one operation are views; one copy there and back
+            order = chosen.argsort(stable=True)  # the samples of one operation become a view; one copy there and back
             levels = send(level[order], x.device)
             counts = chosen.bincount(minlength=len(self.operations)).tolist()
             out = out.index_select(0, send(order, x.device))
@@ -80,8 +80,8 @@ def _affine(entries: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor |
 def table(shear: float, turn: float, factor: float, bits: int, shift: Callable[[int], float]) -> dict[str, Operation | None]:
     """Return the operations by name, each for levels −1 … 1.
 
-    At level 1 a shear is `shear`, a rotation `turn` degrees, a colour's factor 1 + `factor`; `bits` are gone, and `shift(size)`
-    pixels of a size are moved out.
+    At level 1 a shear is `shear`, a rotation `turn` degrees, a colour's factor 1 + `factor`; `bits` are dropped, and an image
+    of this size moves by `shift(size)` pixels.
     """
 
     def rotated(x: torch.Tensor, level: torch.Tensor) -> tuple[torch.Tensor | float, ...]:
@@ -117,7 +117,7 @@ BINS = 31  # levels of the wide operations
 
 
 class RandAugment(RandomOperations):
-    """Applies `n` random operations of 14 to each sample, one after the other, all of one magnitude (Cubuk et al. 2020).
+    """Applies `n` random operations of 14 to each sample, one after the other, all at one magnitude (Cubuk et al. 2020).
 
     Operations and strengths are those of torchvision's RandAugment.
     """
@@ -153,10 +153,10 @@ class TrivialAugment(RandomOperations):
 
 
 class ThreeAugment(RandomOperations):
-    """Makes each sample grey, inverts its bright values, or blurs it, each of the three as often (Touvron et al. 2022, DeiT III).
+    """Makes each sample grey, inverts its bright values, or blurs it, with equal probability (Touvron et al. 2022, DeiT III).
 
-    Strengths are those of the authors and of timm's policy 3a: bright is 128 and above, the deviation of the blur is between 0.1
-    and 2 pixels. The paper's flips, crops and colour jitter are separate options.
+    Strengths are the authors' and timm's (policy 3a): values from 128 on are bright, and the blur's deviation is between 0.1 and
+    2 pixels. The paper's flips, crops and colour jitter are separate options.
     """
 
     name = "three_augment"

@@ -41,13 +41,13 @@ class Checkpointing(Option, groups.Checkpointing):
 class Blocks(Checkpointing):
     """Keeps only the input of each repeated block (a transformer's layers, a ResNet's bottlenecks).
 
-    `block` is the class name of the blocks; null means the blocks that the model repeats. With `memory_gb` it recomputes only as
-    many of the first blocks as needed for a rank's step to fit, by a forecast before the run.
+    `block` is the class name of the blocks; null means the blocks that the model repeats. With `memory_gb` it recomputes only the
+    first blocks, as many as a forecast before the run needs for a rank's step to fit.
     """
 
     effect: ClassVar[Effect] = "exact"
     active = True
-    needs_trial: ClassVar[bool] = True  # if one exists
+    needs_trial: ClassVar[bool] = True  # if `untried` is not empty
     name = "blocks"
 
     def __init__(self, block: Name | None = None, memory_gb: Positive | None = None) -> None:
@@ -107,7 +107,7 @@ class Blocks(Checkpointing):
         return None
 
     def describe_kept(self) -> str:
-        """Return the log's description of what stays in memory."""
+        """Return the log's description of the results kept in memory."""
         if self.found is None:
             return ""
         gib = self.found["bytes"] / 2**30
@@ -141,9 +141,9 @@ class EveryK(Blocks):
 class Selective(Blocks):
     """Keeps a block's expensive results, and recomputes its cheap ones.
 
-    `products` keeps matrix products, convolutions and attention that sum over at least `min_depth` terms, so that
-    activations, normalisations, dropout, resampling and shallow products are recomputed; `half` keeps every second of
-    those (as torchtitan does); `attention` keeps attention alone.
+    `products` keeps matrix products, convolutions and attention that sum over at least `min_depth` terms, and recomputes
+    activations, normalisations, dropout, resampling and shallow products. `half` keeps every second of these products (as
+    torchtitan does); `attention` keeps only attention.
     """
 
     effect = "exact"
@@ -172,7 +172,7 @@ class Selective(Blocks):
 class Budget(Checkpointing):
     """Lets the compiler choose what to recompute, the cheapest first, so that about `budget` of the activations are kept.
 
-    1 keeps what the compiler keeps by default, 0 what `blocks` keeps (torch._functorch.config.activation_memory_budget).
+    1 keeps as much as the compiler does by default, 0 as much as `blocks` (torch._functorch.config.activation_memory_budget).
     """
 
     effect = "close"
@@ -187,7 +187,7 @@ class Budget(Checkpointing):
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not run.compile.partitions_activations:
             yield (
-                f"checkpointing=budget is the compiler's to keep, and {run.named('compile')} has none that splits the forward "
+                f"checkpointing=budget is applied by the compiler, and {run.named('compile')} has none that splits the forward "
                 "from the backward: set compile=inductor or regional, or checkpointing=selective"
             )
 
@@ -196,7 +196,7 @@ class Budget(Checkpointing):
 
 
 class Offload(Checkpointing):
-    """Moves saved activations to the host's memory, and back when the backward needs them. Nothing is computed twice.
+    """Moves saved activations to the host's memory, and back for the backward. Nothing is computed twice.
 
     Weights and tensors of less than `min_kb` KiB stay on the device.
     """
@@ -212,8 +212,8 @@ class Offload(Checkpointing):
     def validate(self, run: RunSpec) -> Iterator[str]:
         if run.compile.active:
             yield (
-                f"checkpointing=offload and {run.named('compile')} exclude each other (a compiled graph keeps its activations "
-                "by itself): set compile=none, or checkpointing=budget with compile=inductor"
+                f"checkpointing=offload and {run.named('compile')} exclude each other (a compiled graph keeps its own "
+                "activations): set compile=none, or checkpointing=budget with compile=inductor"
             )
         if not run.parallel.own_forward:
             yield (

@@ -1,9 +1,9 @@
 """Drops a block's activations and recomputes them in the backward, without other effects.
 
-A second forward would also update BatchNorm's running statistics, which must happen once, and draw random numbers, which
-must be the same. torch's checkpoint restores the random state, but a graph that records the backward too (compile=step)
-cannot: there the drawn values themselves are kept, and so are the values that a policy keeps. (torch's own selective contexts
-leave the choice to a compiler that splits the backward from the forward, and here is none.)
+A second forward would update BatchNorm's running statistics twice, and draw other random numbers. torch's checkpoint restores the
+random state, but a graph that also records the backward (compile=step) cannot. There the drawn values themselves are kept, and so
+are the values chosen by a policy. (torch's own selective contexts leave the choice to a compiler that splits the backward from
+the forward; this graph has none.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from drivetrain.core.step.trees import Tree
 
 Policy = Callable[..., CheckpointPolicy]  # (context, operation, *arguments) → keep or recompute
 Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]  # around forward and recomputation
-Values = dict[OpOverload, list[Tree]]  # operation → what each of its calls gave, None where it is to be computed again
+Values = dict[OpOverload, list[Tree]]  # operation → the result of each of its calls, None for a result to recompute
 Arguments = tuple[Any, ...]  # arguments of an operation: tensors, numbers and lists of them
 
 _aten = torch.ops.aten
@@ -48,7 +48,7 @@ _ATTENTION = tuple(
     )
     if hasattr(_aten, name)
 )
-# The position of a product's first factor.
+# The position of a product's first factor among the arguments.
 _FACTORS: dict[object, int] = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1, _aten._scaled_mm: 0}
 _CONVOLUTIONS = (_aten.convolution, _aten._convolution)
 torch_patches.ignore_profiler_ranges()
@@ -57,7 +57,7 @@ torch_patches.ignore_profiler_ranges()
 def checkpoint_forward(block: torch.nn.Module, policy: Callable[[], Policy] | None = None) -> Callable[[], None]:
     """Wrap the block's forward in a (non-reentrant) checkpoint, and return the function that undoes it.
 
-    `policy` makes the policy of kept results.
+    `policy` returns the policy of kept results.
     """
     norms = [m for m in block.modules() if isinstance(m, _NormBase)]
     if policy is not None:
@@ -82,7 +82,7 @@ def checkpoint_forward(block: torch.nn.Module, policy: Callable[[], Policy] | No
         def recomputed(*args: Tree, **kwargs: Tree) -> Tree:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            compiled = torch.compiler.is_dynamo_compiling()  # a compiled graph writes its buffers once by itself
+            compiled = torch.compiler.is_dynamo_compiling()  # a compiled graph already writes its buffers once
             if policy is None and (compiled or not (norms or _is_traced())):
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
             around = selective_contexts if compiled else traced_contexts if _is_traced() else contexts
@@ -94,7 +94,7 @@ def checkpoint_forward(block: torch.nn.Module, policy: Callable[[], Policy] | No
 
 
 def products(min_depth: int) -> Policy:
-    """Policy: keep matrix products, convolutions and attention; recompute the rest, and products that sum over few terms."""
+    """Policy: keep matrix products, convolutions and attention; recompute the rest, including sums over few terms."""
 
     def policy(_: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         return _keep_if(_is_product(operation, args, min_depth) and not _draws(operation, args, kwargs))
@@ -104,7 +104,7 @@ def products(min_depth: int) -> Policy:
 
 def half(min_depth: int) -> Policy:
     """Policy: keep every second result of `products`."""
-    seen: Counter[bool] = Counter()  # older torch also calls the policy while it recomputes: counted separately
+    seen: Counter[bool] = Counter()  # older torch also calls the policy in the recomputation, which is counted separately
 
     def policy(context: SelectiveCheckpointContext, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         if not _is_product(operation, args, min_depth) or _draws(operation, args, kwargs):
@@ -144,7 +144,7 @@ def _is_product(operation: object, args: Arguments, min_depth: int) -> bool:
 
 
 def _draws(operation: object, args: Arguments, kwargs: Mapping[str, object]) -> bool:
-    """Return whether this call draws random numbers. Skipping it in the recomputation would shift the draws that follow."""
+    """Return whether this call draws random numbers. Skipping it in the recomputation would shift later draws."""
     if not isinstance(operation, OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     names = [argument.name for argument in operation._schema.arguments]
@@ -186,12 +186,12 @@ class _Record(TorchDispatchMode):
         context = SelectiveCheckpointContext(is_recompute=False)
         if self.policy is None or self.policy(context, func, *args, **kwargs) is not CheckpointPolicy.MUST_SAVE:
             return None
-        # No later write into it: the first update runs before one is recorded, and torch's own contexts refuse such a forward.
+        # Nothing writes into it later: before any recording an update runs eagerly, and torch's contexts refuse such a forward.
         return tree_map_only(torch.Tensor, torch.Tensor.detach, out)
 
 
 class _Replay(TorchDispatchMode):
-    """Returns the kept values again, call by call, and freezes BatchNorm's statistics."""
+    """Returns the kept values call by call, and freezes BatchNorm's statistics."""
 
     def __init__(self, values: Values, norms: list[_NormBase]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -225,9 +225,9 @@ def _both(*contexts: AbstractContextManager[object]) -> Iterator[None]:
 
 @contextmanager
 def _frozen_statistics(norms: list[_NormBase]) -> Iterator[None]:
-    """Freeze the norms' statistics: momentum 0 writes them back unchanged, and without its counter a norm counts nothing.
+    """Freeze the norms' statistics: momentum 0 writes them back unchanged, and a norm without its counter counts no batches.
 
-    torch.nn.SyncBatchNorm raises an error if it has no counter: it counts in a copy.
+    torch.nn.SyncBatchNorm raises an error if it has no counter: it gets a copy to count in.
     """
     saved = [(m.momentum, m.num_batches_tracked) for m in norms]
     try:
@@ -244,17 +244,17 @@ Packed = torch.Tensor | tuple[torch.device, torch.Tensor]
 
 
 def offload_forward(model: torch.nn.Module, min_bytes: int) -> None:
-    """Wrap the model's forward, in place: saved tensors go to the host at once, and come back when asked for.
+    """Wrap the model's forward, in place: saved tensors go to the host at once, and return at their use.
 
-    torch's own save_on_cpu copies the weights too, and waits for each copy. Here the copies are queued on the stream that
-    computes: the device's memory is used again only after them, and pinned memory is kept until its copies are over.
+    torch's own save_on_cpu copies the weights too, and waits for each copy. Here the copies are queued on the computing stream:
+    the device's memory is reused only after them, and pinned memory is kept until its copies are done.
     """
 
     def pack(tensor: torch.Tensor) -> Packed:
         if is_weight(tensor) or tensor.nbytes < min_bytes or tensor.layout != torch.strided:
             return tensor
         pinned = tensor.device.type == "cuda"
-        # With its strides: kernels of the backward may differ by them.
+        # With its strides: the backward's kernels may depend on them.
         host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
         return tensor.device, host.copy_(tensor, non_blocking=pinned)
 
@@ -281,5 +281,5 @@ def is_weight(tensor: torch.Tensor) -> bool:
     """True if a saved tensor is a parameter, or autocast's copy of one, or a view of either."""
     whole: Any = tensor if tensor._base is None else tensor._base
     if whole.grad_fn is not None and whole.grad_fn.name() == "ToCopyBackward0":
-        whole = getattr(whole.grad_fn.next_functions[0][0], "variable", None)  # the original of a copy, if that is a leaf
+        whole = getattr(whole.grad_fn.next_functions[0][0], "variable", None)  # the original of the copy, if it is a leaf
     return isinstance(whole, torch.nn.Parameter)

@@ -20,7 +20,7 @@ from drivetrain.ui.output import PLAIN, echo, echo_traceback, fold
 
 
 def main(argv: Sequence[str] | None = None, program: bool = False) -> int:
-    """Run the command line; its exit code. With `program`, or without `argv`, the process ends with it."""
+    """Run the command line; its exit code. With `program`, or without `argv`, the process ends with the command."""
     try:
         with ended_by_signals(to_the_end=program or argv is None):  # a run handles them itself
             if argv is None:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None, program: bool = False) -> int:
 def _prepared(argv: Sequence[str]) -> list[str]:
     """Prepare the output; return the words without output options."""
     argv = list(argv)
-    if "#" in argv:  # a comment pasted along with its command into zsh, which reads it as words
+    if "#" in argv:  # a comment pasted into zsh with its command: zsh reads it as words
         del argv[argv.index("#") :]
     if "--plain" in argv:
         argv.remove("--plain")
@@ -52,7 +52,7 @@ def _prepared(argv: Sequence[str]) -> list[str]:
 
 
 def _answer(error: Exception) -> tuple[int, Sequence[str]]:
-    """The exit code for an error, and its message: one line for a bug of ours, and the traceback on demand."""
+    """The exit code and message for an error: for a bug of ours one line, and the traceback on demand."""
     if isinstance(error, UserError):
         return BAD_CONFIG, error.problems
     if (limit := machine_limits.explain(error)) is not None:

@@ -81,7 +81,7 @@ def _header() -> dict[str, Schema]:
 def _dataclass(section: Any) -> Schema:
     """The schema of a section declared as a dataclass, such as the claim. Descriptions come from the fields' annotations."""
     hints = get_type_hints(section, include_extras=True)
-    declared = {field.name: field for field in fields(section) if field.compare}  # the others are not in the file
+    declared = {field.name: field for field in fields(section) if field.compare}  # other fields are not in the file
     required = [name for name, field in declared.items() if field.default is MISSING and field.default_factory is MISSING]
     shown = {name: {**_declared(hints[name]), **_about(hints[name])} for name in declared}
     return {"type": "object", "properties": shown, "required": required, "additionalProperties": False}
@@ -120,7 +120,7 @@ def _settings(file: Path) -> dict[str, Schema]:
 
 
 def _values() -> dict[str, Schema]:
-    """The keys of conf/config.yaml that are no group."""
+    """The keys of conf/config.yaml that are not groups."""
     values = {k: v for k, v in catalog.root_config().items() if k != "defaults" and k not in OPERATOR_KEYS}
     return described((conf_dir() / "config.yaml").read_text(encoding="utf-8").splitlines(), values, VALUES.hints)
 

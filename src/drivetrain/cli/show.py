@@ -94,7 +94,7 @@ def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None
 
 def _horizon(run: RunSpec) -> Horizon:
     over, samples = horizons.run_horizon(run), run.data.train_samples()
-    if over is None:  # the length is known only after reading the data
+    if over is None:  # only reading the data shows the length
         import torch
 
         source = Data.of(run).load_sets(torch.device("cpu")).train

@@ -77,7 +77,7 @@ def _names(config_dirs: Sequence[str]) -> str:
 
 
 command = Command("train", _command, HELP, {
-    "-m --multirun": FLAG, "-r --run": FLAG,  # the default anyway
+    "-m --multirun": FLAG, "-r --run": FLAG,  # the default
     "-c --cfg": {}, "--resolve": FLAG, "-p --package": {}, "-i --info": {"nargs": "?", "const": "all", "choices": INFO},
     "-q --quiet": FLAG, **{flag: {"nargs": "?", "const": "", "dest": flag} for flag in INSTEAD},
 }, more_help=_names)  # fmt: skip
@@ -100,7 +100,7 @@ def _train(given: argparse.Namespace) -> int:
         report.of_sweep(folder)
         return code
     settings.check_one_run()
-    job = prepare(overrides, given.config_dir, recipe, hydra=settings)  # first: a wrong word needs no further imports
+    job = prepare(overrides, given.config_dir, recipe, hydra=settings)  # first, so that a wrong word costs no further imports
     return _run(job, given.quiet)
 
 
@@ -112,7 +112,7 @@ def _run(job: Job, quiet: bool) -> int:
     from drivetrain.ui import terminal
 
     if launcher.started_from_python():
-        end_with_parent(signal.SIGTERM)  # so that the run of a killed program is saved and ends
+        end_with_parent(signal.SIGTERM)  # if the program is killed, the run saves and ends
     result = launcher.launch(job, quiet=quiet, stop=StopFlag(last=True))
     if result.run_dir is not None and not launcher.started_from_python():  # this is rank 0
         terminal.show_result(result, noted=not quiet)

@@ -1,8 +1,8 @@
 """The verbs of the command line. A verb's module is imported only when the verb runs.
 
-A new verb costs one module with `command(argv) -> int` and one row below; one that measures, a row here and one in
-measuring.py. Another package adds a verb by an entry point in the group `drivetrain.verbs`, such as
-`hello = "my_pkg.hello:command"`.
+A new verb costs one module with `command(argv) -> int` and one row below; a measuring verb costs a row here and one in
+measuring.py. Another package adds a verb by an entry point in the group `drivetrain.verbs`, such as `hello =
+"my_pkg.hello:command"`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _ROWS = (
     ),
     Verb(
         "ablate", "drivetrain.cli.measuring:ablate",
-        "what each technique of a recipe brings by itself, and what leaving it out costs",
+        "what each technique of a recipe brings alone, and what leaving it out costs",
     ),
     Verb(
         "bisect", "drivetrain.cli.measuring:bisect",
@@ -83,7 +83,7 @@ _ROWS = (
     Verb("forecast", "drivetrain.cli.measuring:forecast", "peak memory, time and limits of a run, before it is started"),
     Verb("rehearse", "drivetrain.cli.measuring:rehearse", "will it survive? One of everything that a run does, small, first"),
     Verb("replay", "drivetrain.cli.measuring:replay", "what happened at an update of a run: a sample, a layer, or the rate?"),
-    Verb("report", "drivetrain.cli.measuring:report", "any runs in one table, one CSV and one page with plots"),
+    Verb("report", "drivetrain.cli.measuring:report", "any runs in one table, CSV and page with plots"),
     Verb(
         "show", "drivetrain.cli.show:command",
         "preview the training data and the learning rate",
@@ -136,7 +136,7 @@ def find(name: str) -> Verb:
 
 
 def overview(version: str) -> str:
-    """The text that `drivetrain help` prints: a line for each verb, and for each plugin's verb with a taken name."""
+    """The text that `drivetrain help` prints: a line for each verb, and for each plugin's verb whose name is taken."""
     title, known = f"drivetrain {version}: every training technique is one config override, and measured", all_verbs()
     rows = [f"  drivetrain {verb.name:<12} {verb.help}" for verb in known.values() if verb.help]
     taken = [

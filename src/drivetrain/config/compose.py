@@ -43,11 +43,12 @@ def compose(
     base: Recipe | None = None,
     changes: Mapping[str, object] | None = None,
 ) -> Composed:
-    """Compose a config from command-line overrides. `base` is a recipe that was read already, as that of a resumed run.
+    """Compose a config from command-line overrides.
 
-    `changes` (group → option, dotted key → value) go before the overrides, which lose the keys that a changed option lacks.
-    Unknown options and keys become the result's `problems`, so that `validate` reports them together with wrong values.
-    Raises UserError for a recipe that cannot be read and for options from outside that are wrong.
+    `base` is a recipe that was read already, such as a resumed run's. `changes` (group → option, dotted key → value) apply
+    before the overrides; overrides of keys that a changed option lacks are dropped. Unknown options and keys become the
+    result's `problems`, so that `validate` reports them together with wrong values. Raises UserError for a recipe that cannot
+    be read and for options from outside that are wrong.
     """
     known = options(config_dirs)
     problems: list[str] = []
@@ -65,7 +66,7 @@ def compose(
         recipe = lookup.read(str(name)) if name is not None and base is None and not wrong else base
     except UserError as error:
         wrong = error.problems
-    if wrong:  # then no values can be composed, but options are checked
+    if wrong:  # no values can be composed then, but options are checked
         for group, option in chosen.items():
             choices.choose(group, option)
         raise UserError([*wrong, *problems])
@@ -100,7 +101,7 @@ def compose(
         if problem is not None and recipe is not None and recipe.header.schema and key in recipe.unchanged and key not in given:
             notices.append(
                 f"{recipe.where(key)}: {key}={value} cannot be set any more. It was a mere default when {recipe.header.writer} "
-                "wrote the recipe, and the run goes without it"
+                "wrote the recipe, and the run ignores it"
             )
         elif problem is not None:
             problems.append(composed.where(key) + problem)
@@ -175,7 +176,7 @@ class _Choices:
     made: JsonObject = field(default_factory=dict)
 
     def choose(self, group: str, option: object, recipe: Recipe | None = None) -> None:
-        """Choose an option (None: none; several for LISTS). What cannot be chosen is added to `problems`."""
+        """Choose an option (None: none; several for LISTS). Impossible choices are added to `problems`."""
         where = f"{recipe.where(group)}: " if recipe is not None else ""
         if group not in self.known:
             self.problems.append(f"{where}there is no group '{group}': {did_you_mean(group, self.known)}")
@@ -201,13 +202,13 @@ class _Choices:
 
 
 def _as_typed(name: object) -> str:
-    """An option's name as a command line has it: true, where Hydra has read True."""
+    """An option's name as typed: true, where Hydra has read True."""
     return format_value(name) if name is None or isinstance(name, bool) else str(name)
 
 
 def _instead_of(group: str, name: str, known: Sequence[str], by_operator: bool) -> str:
-    """The option to write instead of one that there is not."""
-    name = name.replace(".py:", ".")  # a file and a class in it
+    """The option to write instead of an unknown one."""
+    name = name.replace(".py:", ".")  # a class in a file
     known = [each for each in known if each != "none"] if group in LISTS else known  # [] is usual
     if name.lower() in known:  # SGD
         return f"did you mean '{name.lower()}'?"
@@ -231,7 +232,7 @@ def _instead_of(group: str, name: str, known: Sequence[str], by_operator: bool) 
     elif package and not hint.startswith("use "):  # a class, such as torch.optim.Adam
         hint = did_you_mean(last.lower(), known)
     elif hint.startswith("there is") and "own" in known and by_operator:
-        hints.append(f"what is not among them is your own: {group}=own ({_OWN})")
+        hints.append(f"for a class of your own: {group}=own ({_OWN})")
     return "; ".join([*hints, hint])
 
 
@@ -239,9 +240,9 @@ _OWN = "docs/extending.md"
 
 
 def _place(name: str) -> str | None:
-    """The data option of a file or folder, with its setting; None where the name is of none."""
+    """The data option for a file or folder, with its setting; None where the name is neither."""
     if "://" in name:
-        return "a folder or file of this machine: what is at an address is copied or mounted first"
+        return "a folder or file of this machine: copy or mount remote data first"
     if Path(name).is_dir():
         return f"data=imagefolder data.root={name} (a folder of images, with a folder for each class)"
     return next((f"{option}={name}" for suffixes, option in OF_FILES.items() if name.lower().endswith(suffixes)), None)
@@ -264,9 +265,9 @@ def _of_recipe(recipe: Recipe, choices: _Choices) -> JsonObject:
 
 
 def _with_preset(choices: _Choices, config_dirs: Sequence[str]) -> tuple[JsonObject, JsonObject, JsonObject]:
-    """The config of these options and of the task's further settings, read-only; all options; the defaults.
+    """The read-only config of these options and the task's further settings; all options; the defaults.
 
-    The task's own values hold for a group whose option is the one that the task was written for.
+    The task's values for a group apply only if the group has the option that the task names.
     """
     task = str(choices.made.get("task", default_options()["task"]))
     preset: JsonObject = content(option_files(config_dirs)["task"][task]).get("preset") or {}
@@ -278,12 +279,12 @@ def _with_preset(choices: _Choices, config_dirs: Sequence[str]) -> tuple[JsonObj
     for key, value in preset.items():
         same = key not in choices.known and every.get(group := key.split(".")[0]) == defaults.get(group)
         if same and (problem := setter.set(key, value)) is not None:
-            choices.problems.append(f"task={task} sets what it cannot: {problem}")
+            choices.problems.append(f"task={task} has a wrong setting: {problem}")
     return config, every, defaults
 
 
 def _by_hydra(choices: JsonObject, config_dirs: Sequence[str]) -> JsonObject:
-    """conf/config.yaml with these options, composed by Hydra; only to be read."""
+    """conf/config.yaml with these options, composed by Hydra, read-only."""
     overrides, sums = list[str](), JsonObject()
     for group, option in choices.items():
         if not isinstance(option, list):
@@ -306,7 +307,7 @@ def _hydra_compose(overrides: tuple[str, ...], folders: tuple[Path, ...]) -> Jso
     from drivetrain.core.options.hydra_parts import VERSION_BASE, GlobalHydra
 
     search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
-    before, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # that of a script with @hydra.main
+    before, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # the state of a script with @hydra.main
     try:
         with initialize_config_dir(str(conf_dir()), **VERSION_BASE):
             composed = hydra_compose("config", overrides=[*overrides, *search])

@@ -1,4 +1,4 @@
-"""The values of a recipe that still hold next to the command line's choices."""
+"""The values of a recipe that still apply with the command line's choices."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.recipe.reader import Recipe, holds_for
 from drivetrain.recipe.safe_yaml import REFERENCE
 
-MAX_SIZE = 20_000  # characters of what references stand for: a few levels of them can multiply to billions
+MAX_SIZE = 20_000  # characters of resolved references: a few levels of them can multiply to billions
 MAX_STEPS = 8  # from reference to reference
 
 
 def problems(recipe: Recipe, values: Mapping[str, object], config: JsonMapping) -> Iterator[str]:
-    """The references among a recipe's values that stand for too much. It is asked before the config is resolved.
+    """The references among a recipe's values that resolve to too much text. Called before the config is resolved.
 
-    A reference to a key that is not there is composing's to report.
+    `compose` reports references to missing keys.
     """
     for key, value in values.items():
         if recipe.values.get(key) is value and _stand_for_too_much(str(value), config):
-            yield f"{recipe.where(key)}: {key}: its references stand for too much, or go round in a circle: write the value out"
+            yield f"{recipe.where(key)}: {key}: its references expand too far, or form a circle: write the value out"
 
 
 def _stand_for_too_much(text: str, config: JsonMapping) -> bool:
-    """True if the references in a text stand for more than MAX_SIZE, or go on for more than MAX_STEPS, as in a circle."""
+    """True if the references in a text expand beyond MAX_SIZE, or take more than MAX_STEPS steps, as in a circle."""
 
     def meant(name: str) -> str:
         found: Any = config
@@ -45,7 +45,7 @@ def _stand_for_too_much(text: str, config: JsonMapping) -> bool:
 
 
 def followed(value: object, config: JsonObject) -> object:
-    """A value of a recipe, with what its references stand for; as it is where there is no such key."""
+    """A value of a recipe with its references resolved; unchanged where a key is missing."""
     if "${" not in str(value):
         return value
     try:
@@ -56,13 +56,13 @@ def followed(value: object, config: JsonObject) -> object:
 
 
 def for_task(recipe: Recipe, task: object, notices: list[str]) -> Recipe:
-    """The recipe; for another task than its own without what was merely a default, for that task has defaults of its own."""
+    """The recipe. For another task than its own it loses the values that were mere defaults, because that task has its own."""
     own = recipe.choices.get("task", task)
     if task is None or own == task or not recipe.unchanged:
         return recipe
     notices.append(
         f"recipe {recipe.name} was written for task={own}, and the command line chose task={task}: "
-        f"of the recipe only what was chosen holds, and not the defaults of task={own}"
+        f"of the recipe only explicit values hold, not the defaults of task={own}"
     )
     return recipe.only_chosen()
 
@@ -70,9 +70,9 @@ def for_task(recipe: Recipe, task: object, notices: list[str]) -> Recipe:
 def drop_those_of_other_options(
     recipe: Recipe, values: JsonObject, chosen: JsonObject, given: JsonObject, config_dirs: Sequence[str]
 ) -> list[str]:
-    """Keep those of the recipe's `values` that the command line's option has too, where it chose another one than the recipe.
+    """Drop the recipe's `values` that the command line's other choice of an option lacks.
 
-    Returns a notice for each such group. Values that were mere defaults of the recipe's option go without a word.
+    Returns a notice for each such group. Mere defaults of the recipe's option are dropped silently.
     """
     chosen = {group: one_or_several(group, option) for group, option in chosen.items()}
     for key in [key for key in values if key in recipe.unchanged and not holds_for(key, recipe.choices, chosen)]:

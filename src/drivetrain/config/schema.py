@@ -1,4 +1,4 @@
-"""The schema of a constructor: one for each class, made from its signature when it is first asked for."""
+"""The schema of a constructor: one for each class, made from its signature at its first use."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def nowhere(key: str) -> str:
 
 
 class Schema:
-    """The settings that something takes by their names and annotations: it checks values and reads texts, by pydantic."""
+    """The settings of a constructor, by name and annotation: it checks values and parses texts, by pydantic."""
 
     def __init__(self, owner: str, hints: Mapping[str, object]) -> None:
         self.owner, self.hints = owner, hints
@@ -55,9 +55,10 @@ class Schema:
     def check(
         self, prefix: str, given: Mapping[str, object], where: Where = nowhere, texts: Container[str] = ()
     ) -> tuple[JsonObject, dict[str, str]]:
-        """The values; and key → problem of each that is not taken, or that its annotation excludes.
+        """The values; and key → problem for each unknown key or wrong value.
 
-        Checked strictly: "1" is no number. Those of `texts` come from the environment, and stand for what their keys take.
+        Checked strictly: "1" is no number. Values of the keys `texts` are from the environment, and are parsed as their keys'
+        types.
         """
         values, wrong = dict(given), dict[str, str]()
         for key, value in given.items():
@@ -70,7 +71,7 @@ class Schema:
         return values, wrong
 
     def _read(self, key: str, value: Any, as_text: bool) -> tuple[Any, str]:
-        """The value, for a text what it stands for; and the end of the message about its problem."""
+        """The value, parsed if it is a text, and the end of the message about its problem."""
         from pydantic import ValidationError
 
         hint, problem = self.hints[key], ""
@@ -100,7 +101,7 @@ def _of(cls: Any) -> Schema:
     names, found = inspect.signature(cls).parameters, {}
     if "__dataclass_fields__" not in vars(owner):
         found = get_type_hints(owner.__init__, include_extras=True)
-    for base in reversed(cls.__mro__) if not found else ():  # other annotations than those of fields may need torch
+    for base in reversed(cls.__mro__) if not found else ():  # annotations of anything but fields may need torch
         own = {name: hint for name, hint in vars(base).get("__annotations__", {}).items() if name in names}
         if "__dataclass_fields__" in vars(base):
             fields = type(base.__name__, (), {"__annotations__": own, "__module__": base.__module__})
@@ -113,7 +114,7 @@ def _is_too_large(value: object) -> bool:
 
 
 def _reason(errors: Iterable[Any], nullable: bool) -> str:
-    """The rule for a value, as one phrase. pydantic does not say that a value may be null."""
+    """The rule for a value, as one phrase. pydantic leaves out that a value may be null."""
     reasons = []
     for error in errors:
         limit = next((f"must be {_LIMITS[k]} {v}" for k, v in error.get("ctx", {}).items() if k in _LIMITS), None)

@@ -1,4 +1,4 @@
-"""Reads `stages`, parts of a run with changes of its config up to a boundary, and composes the config of each."""
+"""Reads `stages`, the parts of a run with changes of its config up to a boundary, and composes the config of each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Planned:
 def plan(composed: Composed, base_of: Mapping[str, type[Option]], problems: list[str]) -> list[Planned]:
     """The composed stages of a config, or []. `base_of`: group → its base class.
 
-    After the last one, if it has an `until`, comes a stage with the run's own config.
+    If the last one has an `until`, a stage with the run's own config follows.
     """
     given: list[JsonMapping] = composed.plain["stages"] or []
     where = composed.where("stages")
@@ -70,7 +70,7 @@ def _refusal(key: str, value: object, base_of: Mapping[str, type[Option]]) -> st
         return "a stage cannot have stages"
     if group not in base_of:
         if group in root_config():
-            return f"{key}={value}: it is for the whole run: set it outside of stages"
+            return f"{key}={value}: it applies to the whole run: set it outside of stages"
         return f"there is no '{key}': did you mean '{UNTIL}'?" if get_close_matches(group, [UNTIL]) else ""
     base = base_of[group]
     if base.stage_option if not setting else any(fnmatchcase(setting, pattern) for pattern in base.stage_keys):

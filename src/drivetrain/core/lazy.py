@@ -1,7 +1,7 @@
-"""`from drivetrain.core.lazy import torch`: torch, loaded at its first use; and other packages that take long.
+"""`from drivetrain.core.lazy import torch`: torch, imported at its first use, and other packages with a long import.
 
-Importing torch takes two seconds. Modules that a config is checked with take it from here, so a
-bad option is answered at once; modules that only training needs import torch as usual.
+Importing torch takes two seconds. Modules that check a config take it from here, so that a bad option is refused at once; modules
+used only in training import torch as usual.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 class _Lazy(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__version__":  # inspect and doctest look around; do not load for them
+        if name.startswith("__") and name != "__version__":  # do not load for inspect and doctest
             raise AttributeError(name)
         module = importlib.import_module(self.__name__)
         self.__dict__.update(module.__dict__)  # from now on a plain attribute read
@@ -47,8 +47,9 @@ else:
 
 
 def start_autograd_engine() -> None:
-    """Run a backward, if this process has not: torch starts a thread for each device then, and a forked process cannot go on.
+    """Start torch's autograd engine by a backward, before torch's compiler is imported.
 
-    Importing torch's compiler makes torch count a device that is not there. So this comes before it.
+    The engine starts a thread for each device. Importing the compiler makes torch count a device that is not there, and a
+    forked process fails at the thread for it.
     """
     torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))

@@ -137,8 +137,10 @@ class Masks(ImageData, HeldOut["MaskedImages", Known, "MaskedImages"]):
         return {name: f"{folder}/{path}" for name, path in found.items()}, doubts
 
     def _reading(self, pairs: Sequence[Pair], known: Sequence[int] = ()) -> MaskReading:
-        """Return how these masks are read: the classes of their values, and whether they turn with their images. Raises
-        UserError."""
+        """Return how these masks are read: the classes of their values, and whether they turn with their images.
+
+        Raises UserError.
+        """
         given = known or [_number(value) for value in self.values or ()]
         numbered = not known and self.classes is not None
         coloured = any(value >= COLOUR for value in given)
@@ -264,8 +266,10 @@ def _turning(looks: Iterable[Look]) -> bool | None:
 
 
 def _turns(mask: Size, whole: Size, orientation: int, name: str) -> bool | None:
-    """Return whether a mask is turned like its image, of upright size `whole`. Raises DataError where it
-    fits neither way."""
+    """Return whether a mask is turned like its image, of upright size `whole`.
+
+    Raises DataError where it fits neither way.
+    """
     upright_fits = _alike(mask, whole)
     stored_fits = _alike(mask, whole[::-1]) if orientation >= 5 else upright_fits
     if not (upright_fits or stored_fits):

@@ -84,8 +84,10 @@ def digest_of(path: Path) -> str:
 
 
 def lines_of(path: Path, encoding: str | None = None) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a text file in UTF-8, each after its number. Raises DataError for a line without an end, such as
-    zeros."""
+    """Yield the lines of a text file in UTF-8, each after its number.
+
+    Raises DataError for a line without an end, such as zeros.
+    """
     with _opened(path) as file:
         for number, line in enumerate(utf8_lines(iter(lambda: file.readline(MOST_LINE), b""), encoding, str(path)), 1):
             if len(line) >= MOST_LINE:

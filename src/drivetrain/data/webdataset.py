@@ -133,8 +133,10 @@ class ShardImages(ImageFileSource):
         super().__init__(data.how(), table.labels)
 
     def order(self, seed: int, epoch: int) -> torch.Tensor:
-        """Return the epoch's order (n,): shards are shuffled, then samples within windows of `buffer`. The windows shift every
-        epoch."""
+        """Return the epoch's order (n,): shards are shuffled, then samples within windows of `buffer`.
+
+        The windows shift every epoch.
+        """
         n = len(self)
         rank = rng.permutation(rng.mix(seed, 6), epoch, len(self.table.files)).argsort()
         by_shard = rank[self.table.shard].argsort(stable=True)
@@ -344,8 +346,10 @@ def _size_and_version(shard: str) -> tuple[int, str]:
 
 
 def scan(shard: str, size: int) -> Index:
-    """Index a shard of `size` bytes by its members' headers. Raises DataError with the name of a member that no data set may
-    have."""
+    """Index a shard of `size` bytes by its members' headers.
+
+    Raises DataError with the name of a member that no data set may have.
+    """
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, dict[str, int]] = {".json": {}, ".cls": {}}
     end = 0

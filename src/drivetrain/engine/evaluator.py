@@ -98,8 +98,9 @@ class Evaluator:
 
     @contextmanager
     def holding(self, weights: str | None = None) -> Iterator[torch.nn.Module]:
-        """Within the context the model holds the weights of this name, ready for use; None: the average, where there is one. It
-        keeps no gradients. Its random draws are the same each time and do not advance the run's random streams.
+        """Within the context the model holds the weights of this name, ready for use; None: the average, where there is one.
+
+        It keeps no gradients. Its random draws are the same each time and do not advance the run's random streams.
         """
         known = (PLAIN, AVERAGE) if self.ema.active else (PLAIN,)
         name = weights or known[-1]

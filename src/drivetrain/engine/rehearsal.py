@@ -136,8 +136,10 @@ class _Converter(FakeTensorConverter):
 
 
 class Fakes(FakeTensorMode):
-    """torch's fake tensors, which have shapes and no values. Real tensors in the same operation count as fake ones of their
-    shape."""
+    """torch's fake tensors, which have shapes and no values.
+
+    Real tensors in the same operation count as fake ones of their shape.
+    """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -189,8 +191,7 @@ class Fakes(FakeTensorMode):
 
     @contextmanager
     def with_addresses(self) -> Iterator[None]:
-        """Within the context a fake tensor has the address of the memory that it represents, by which optimizers recognise
-        views."""
+        """Within the context a fake tensor has the address of its real memory, by which optimizers recognise views."""
 
         def data_ptr(tensor: FakeTensor) -> int:
             storage: int = tensor.untyped_storage()._cdata
@@ -340,8 +341,9 @@ class Rehearsal:
         return self.records[key]
 
     def _recorded(self, size: int, micro_batches: int) -> StepRecord:
-        """Record two updates, the second with its operations, because only then there is optimizer state. The peak is over both.
-        Of an update's micro-batches two are run: the first sets gradients, any other adds to them.
+        """Record two updates, the second with its operations, because only then there is optimizer state.
+
+        The peak is over both. Of an update's micro-batches two are run: the first sets gradients, any other adds to them.
         """
         self.trainer.model.train()
         with self.fakes, self.fakes.with_addresses():
@@ -446,8 +448,9 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def largest_micro_batch(trainer: Trainer, most: int, limit: float) -> int:
-    """The largest number of samples, at most `most`, whose step is forecast to fit into `limit` bytes of tensors; 0: not even
-    two. The trainer cannot train afterwards. Raises the step's own error where it needs values.
+    """The most samples, up to `most`, whose step is forecast to fit into `limit` bytes of tensors; 0: not even two.
+
+    The trainer cannot train afterwards. Raises the step's own error where it needs values.
     """
     beside = HEAP if trainer.device.type == "cpu" else BUFFERS  # trials on a CPU are judged by the process's memory
     rehearsal = Rehearsal(trainer)

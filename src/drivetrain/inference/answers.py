@@ -19,7 +19,7 @@ STREAM = 15  # key of the random numbers for sampling answers
 
 @dataclass
 class Answers(Outputs):
-    """Writes answers. An answer depends on its prompt, the prompt's number and the seed, not on the cut into blocks."""
+    """Writes answers. An answer depends on its prompt, the prompt's number and the seed, not on the division into blocks."""
 
     most: int = 256  # tokens of an answer
     temperature: float = 0.0  # 0: the likeliest token each time
@@ -87,7 +87,7 @@ class Drawing:
 
     temperature: float
     seed: int
-    numbers: torch.Tensor  # (n,) of the prompts
+    numbers: torch.Tensor  # (n,) the prompts' numbers
     begin: int  # the length of the prompts
 
     def __post_init__(self) -> None:

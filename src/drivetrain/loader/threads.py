@@ -96,8 +96,10 @@ class Threads(Loader):
                 batch.future.cancel()
 
     def _check(self, pipeline: Pipeline, started: Iterable[SharedBatch]) -> None:
-        """Reread, alone, the samples that were read while a random stream moved: other code may have moved it. Raises
-        UserError."""
+        """Reread, alone, the samples that were read while a random stream moved: other code may have moved it.
+
+        Raises UserError.
+        """
         for batch in started:
             self._result(batch)
         if problem := refused(pipeline.drawn(torch.cat([batch.indices for batch in started]))):

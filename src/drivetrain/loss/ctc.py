@@ -11,10 +11,11 @@ from drivetrain.loss.classification import IGNORE
 
 class Ctc(Loss):
     """Connectionist temporal classification (Graves et al. 2006), as torch.nn.CTCLoss: sequences without given positions in time.
+
     The outputs are (n, time, classes + 1), and the last one is the blank. Targets are class numbers (n, length), filled up by
     negative numbers such as -100, which data.pad does. A sample's loss is divided by the length of its target; the mean is over
-    samples. A target that does not fit into the time has an infinite loss, which ends the run; with `zero_infinity` it counts 0.
-    Evaluations report the share of sequences that are right as a whole, decoded from the likeliest output at each time.
+    samples. A target that does not fit into the time has an infinite loss, which ends the run; with `zero_infinity` it counts
+    0. Evaluations report the share of sequences that are right as a whole, decoded from the likeliest output at each time.
     """
 
     changes = "learns sequences without given positions in time"

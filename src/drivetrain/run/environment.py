@@ -50,7 +50,7 @@ def version(name: str) -> str | None:
 
 
 def processor() -> str:
-    """Return the processor's name. Makers give different kinds one name, so family and model follow if Linux reports them."""
+    """Return the processor's name. Different kinds can have one name, so family and model follow if Linux reports them."""
     try:
         about = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -74,7 +74,7 @@ def _git_commit() -> str | None:
     """The git commit of the working directory, with "-dirty" if files differ from it; None outside a repository."""
     here = Path.cwd()
     if "GIT_DIR" not in os.environ and not any((folder / ".git").exists() for folder in (here, *here.parents)):
-        return None  # a quick search, because git takes longer to start
+        return None  # a quick search, as starting git takes longer
     # The repository may be a stranger's: its config can name programs that git would start.
     off = {"core.fsmonitor": "false", "core.hooksPath": os.devnull}
     try:
@@ -91,7 +91,7 @@ def _git_commit() -> str | None:
 
 
 def _git(words: list[str], settings: dict[str, str], may_fail: bool = False) -> str:
-    """The output of git, without network. Raises OSError, SubprocessError, and ValueError for other than UTF-8."""
+    """The output of git, without network. Raises OSError, SubprocessError, and ValueError for output that is not UTF-8."""
     first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)  # after the operator's own
     env = {**os.environ, "GIT_ALLOW_PROTOCOL": "none", "GIT_OPTIONAL_LOCKS": "0"}
     for number, (key, value) in enumerate(settings.items(), first):
@@ -101,6 +101,6 @@ def _git(words: list[str], settings: dict[str, str], may_fail: bool = False) -> 
 
 @cache
 def _lock_hash(places: tuple[str, ...]) -> str:
-    """The SHA-256 over names and versions of all installed distributions, its first 16 hex digits."""
+    """The first 16 hex digits of the SHA-256 over names and versions of all installed distributions."""
     names = sorted({name for place in places if place for name in glob("*.dist-info", root_dir=place)})
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]

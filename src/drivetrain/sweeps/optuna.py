@@ -24,7 +24,7 @@ from drivetrain.sweeps.options import Optuna
 from drivetrain.sweeps.store import FINAL, StoredJob, Sweep, SweepJob, direction, listed, prepare_one, value_of
 
 MAX_GRID = 10_000  # combinations with sampler=grid
-MAX_VALUES = 100_000  # of a key that is searched over
+MAX_VALUES = 100_000  # of a searched key
 
 
 def read(overrides: Sequence[str]) -> tuple[list[str], JsonObject]:
@@ -42,14 +42,14 @@ def read(overrides: Sequence[str]) -> tuple[list[str], JsonObject]:
             axes[key] = _distribution(text, override)
         except UserError as error:
             problems += error.problems
-        except ValueError as error:  # optuna's own: a low end above the high one
+        except ValueError as error:  # from optuna: a low end above the high one
             problems.append(f"'{text}' is not a search space: {error}")
     if not axes and not problems:
         problems.append(
             "hydra/sweeper=optuna has nothing to search: give a key several values, such as optimizer.lr=interval(1e-4,1e-1)"
         )
     keys = [key_of(override) for override in overrides]
-    problems += [f"{key} is both searched over and given: leave one of them out" for key in axes if keys.count(key) > 1]
+    problems += [f"{key} is both searched over and set: leave one of them out" for key in axes if keys.count(key) > 1]
     refuse(problems)
     return words, axes
 
@@ -59,7 +59,7 @@ def _distribution(text: str, override: parsed.Override) -> BaseDistribution:
     value = override.value()
     tags: set[str] = getattr(value, "tags", set())  # a glob has none
     if other := sorted(tags - {"log"}):
-        raise UserError(f"'{text}': tag {', '.join(other)} means nothing here: the only tag is log")
+        raise UserError(f"'{text}': tag {', '.join(other)} is unknown here: the only tag is log")
     if isinstance(value, parsed.IntervalSweep):
         low, high, log = value.start, value.end, "log" in tags
         if not math.isfinite(high - low):  # type: ignore[operator]

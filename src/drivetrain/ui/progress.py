@@ -13,7 +13,10 @@ _CLEAR = "\r\x1b[2K"
 
 
 class Steps:
-    """A context manager; call its value with the current work. It starts no thread, because measuring forks the process."""
+    """A context manager; call its value with a text for the current work.
+
+    It starts no thread, because measuring forks the process.
+    """
 
     def __enter__(self) -> Steps:
         self._began = time.monotonic()

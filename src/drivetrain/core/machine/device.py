@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from drivetrain.core.lazy import torch
 
-# The words of the allocators of a CPU and of MPS, then of CUDA itself, and of cuBLAS for its workspace.
+# Messages of the allocators of a CPU and of MPS, of CUDA itself, and of cuBLAS for its workspace.
 _OUT_OF_MEMORY = ("can't allocate memory", "MPS backend out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -38,7 +38,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of sums over many samples: float64, which MPS and some of Intel's GPUs do not have."""
+    """The dtype of sums over many samples: float64, or float32 on devices without it (MPS, some of Intel's GPUs)."""
     lacks = device.type == "mps" or (device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64)
     return torch.float32 if lacks else torch.float64
 
@@ -47,7 +47,7 @@ def peak_memory(device: torch.device) -> int:
     """The peak in bytes of the device's allocator, or on a CPU of this process's resident set."""
     if device.type == "cpu":
         return peak_memory_of_process()
-    if device.type == "mps":  # keeps no peak: what Metal holds for this process, which it seldom returns
+    if device.type == "mps":  # it keeps no peak: the memory that Metal holds for this process, which seldom shrinks
         return torch.mps.driver_allocated_memory()
     return torch.accelerator.max_memory_allocated(device)
 
@@ -62,8 +62,9 @@ def peak_memory_of_process() -> int:
 
 
 def memory_of_process() -> int:
-    """The bytes of this process's resident set, with what it shares with the process that forked it: pages of libraries, which
-    count as a forked one's only once it uses them.
+    """The bytes of this process's resident set, with the library pages of its parent.
+
+    The system counts them for a fork only once it uses them.
     """
     try:
         (resident, shared), (_, of_parent) = (_pages(pid) for pid in ("self", os.getppid()))
@@ -73,15 +74,15 @@ def memory_of_process() -> int:
 
 
 def _pages(pid: int | str) -> tuple[int, int]:
-    """The pages of a process that are resident, and those of them that are a file's."""
+    """The resident pages of a process, and how many of them are a file's."""
     with open(f"/proc/{pid}/statm", encoding="ascii") as file:
         _, resident, shared, *_ = map(int, file.read().split())
     return resident, shared
 
 
 def memory_now() -> int:
-    """The bytes in use now: what the device's allocator holds if it has been used, else this process's resident set."""
-    device = torch.accelerator.current_accelerator()  # that torch was built for: it looks at no device
+    """The bytes in use now: the device allocator's if it has been used, else this process's resident set."""
+    device = torch.accelerator.current_accelerator()  # the type that torch was built for: no device is queried
     if device is not None and device.type != "mps" and torch.get_device_module(device).is_initialized():
         return torch.accelerator.memory_reserved()
     try:
@@ -91,7 +92,7 @@ def memory_now() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an error is a failed allocation; torch's exception type is that of its allocators for CUDA and XPU only."""
+    """True if an error is a failed allocation. torch's exception type covers only its allocators for CUDA and XPU."""
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
@@ -111,12 +112,12 @@ Mark = Any  # a point in time: seconds of the host's clock, or an event in the d
 
 
 class Clock:
-    """The host's clock: a CPU does its work when it is called, so a mark is the time at which it is made."""
+    """The host's clock: a CPU finishes its work before a call returns, so a mark is the time of the call."""
 
     mark: Callable[[], Mark] = staticmethod(time.perf_counter)  # marks this point in the device's work
 
     def passed(self, mark: Mark) -> bool:
-        """Return whether the device has done all that was queued before the mark, so that reading it is no waiting."""
+        """Return whether the device has finished all work before the mark, so that reading it does not wait."""
         return True
 
     def seconds(self, start: Mark, end: Mark) -> float:
@@ -124,7 +125,7 @@ class Clock:
         return float(end - start)
 
     def total(self, intervals: Sequence[tuple[Mark, Mark]]) -> float:
-        """Return the seconds of these intervals together, and take their marks back. Waits as `seconds` does."""
+        """Return the total seconds of these intervals, and take their marks back. Waits as `seconds` does."""
         return float(sum([end - start for start, end in intervals]))
 
     def reuse(self, mark: Mark) -> None:
@@ -132,10 +133,10 @@ class Clock:
 
 
 class DeviceClock(Clock):
-    """Marks are events in the device's queue, which the device stamps when it gets to them.
+    """Marks are events in the device's queue, which the device stamps when it reaches them.
 
-    The host only queues work, and may be many steps ahead: its own clock would measure how fast work is queued. To read a step's
-    marks takes it about 20 µs, which cost nothing while the device is busy with later steps.
+    The host only queues work, and may be many steps ahead: its own clock would measure how fast work is queued. The host reads a
+    step's marks in about 20 µs, which cost nothing while the device is busy with later steps.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -164,6 +165,6 @@ class DeviceClock(Clock):
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Return the device's clock. Devices that are not there, such as those of fake tensors, have no queue."""
+    """Return the device's clock. Absent devices, such as those of fake tensors, have no queue."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return DeviceClock(device) if accelerator is not None and device.type == accelerator.type else Clock()

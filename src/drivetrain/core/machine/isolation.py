@@ -1,4 +1,4 @@
-"""The isolation of a run from the program that calls it: what torch, numpy and Python keep for a whole process or thread."""
+"""Isolates a run from the program that calls it: settings of torch, numpy and Python for a whole process or thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEW = {
     "backends.cuda.matmul.allow_fp16_accumulation": False, "backends.quantized.engine": AS_IT_IS,
     "utils.deterministic.fill_uninitialized_memory": True,
 }  # fmt: skip
-# Of torch's newer names of precisions; a value of "none" is that of all operations, or of all backends.
+# In torch's newer names of precisions "none" takes the value for all operations, or for all backends.
 PRECISIONS = {
     ("generic", "all"): "none", ("cuda", "all"): "none", ("mkldnn", "all"): "none", ("cuda", "matmul"): "ieee",
     ("cuda", "conv"): "tf32", ("cuda", "rnn"): "tf32", ("mkldnn", "matmul"): "ieee", ("mkldnn", "conv"): "none",
@@ -36,8 +36,8 @@ ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 NUMPY_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
 
 _lock = threading.RLock()
-_inside: list[int] = []  # the threads that are in `isolated`, each as often as it has entered
-_left = ExitStack()  # given back when the last of several threads leaves
+_inside: list[int] = []  # the threads inside `isolated`, once for each entry
+_left = ExitStack()  # restored when the last of several threads leaves
 
 
 class _Setting(NamedTuple):
@@ -48,10 +48,10 @@ class _Setting(NamedTuple):
 
 @contextmanager
 def isolated(settings: Sequence[object] | None = None) -> Iterator[None]:
-    """Within the context the settings of this process are those of a new one, or `settings`; afterwards the caller's again.
+    """Within the context this process has the settings of a new process, or `settings`; afterwards the caller's again.
 
-    Settings that change no result, such as the number of threads or how tensors are printed, stay until the run sets them. Where
-    several threads are inside, the first to enter sets what the process has, and the last to leave gives it back.
+    Settings that change no result, such as the number of threads or how tensors are printed, stay until the run sets them. With
+    several threads inside, the first to enter sets the process's settings, and the last to leave restores them.
     """
     me, process = threading.get_ident(), ExitStack()
     with ExitStack() as thread:
@@ -62,7 +62,7 @@ def isolated(settings: Sequence[object] | None = None) -> Iterator[None]:
             if {*_inside} == {me}:
                 process.enter_context(warnings.catch_warnings())
                 process.callback(_set_environment, dict(os.environ))
-                if "torch" in sys.modules:  # else nobody has set anything of it
+                if "torch" in sys.modules:  # else none of its settings was changed
                     _devices_apart(process)
                     process.enter_context(streams.apart())
                     process.callback(_seed_again, torch.initial_seed())
@@ -76,13 +76,13 @@ def isolated(settings: Sequence[object] | None = None) -> Iterator[None]:
 
 
 def settings() -> list[object]:
-    """Return what this process has set of torch, for `isolated`."""
+    """Return this process's settings of torch, for `isolated`."""
     return [_value(setting) for setting in _of_process()]
 
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Within the context torch computes with so many threads."""
+    """Within the context torch computes with `number` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -93,7 +93,7 @@ def threads(number: int) -> Iterator[None]:
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """Within the context a standard output or error of None, as a program without a terminal has it, takes text and drops it."""
+    """Within the context a standard output or error of None (a program without a terminal) accepts text and drops it."""
     with ExitStack() as given_back:
         for stream, redirected in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
             if stream is None:
@@ -113,7 +113,7 @@ def _leave(me: int, process: ExitStack) -> None:
 
 
 def _forget_other_threads() -> None:
-    """In a forked process: they are the parent's."""
+    """In a forked process: forget the parent's other threads."""
     global _lock
     _lock = threading.RLock()
     _inside[:] = [each for each in _inside if each == threading.get_ident()]
@@ -124,7 +124,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _enter(given_back: ExitStack, found: Sequence[_Setting], values: Sequence[object] | None = None) -> None:
-    """Read each setting and write its value, in this order: a later one is read when those that it depends on are new."""
+    """Read each setting and write its value, in this order: a later one is read after the settings that it depends on are new."""
     for n, setting in enumerate(found):
         if (before := _value(setting)) is not AS_IT_IS:
             given_back.callback(_set, setting, before)
@@ -132,7 +132,7 @@ def _enter(given_back: ExitStack, found: Sequence[_Setting], values: Sequence[ob
 
 
 def _value(setting: _Setting) -> object:
-    with suppress(AttributeError, RuntimeError):  # this torch does not have it, or not on this machine
+    with suppress(AttributeError, RuntimeError):  # missing in this torch, or on this machine
         return setting.read()
     return AS_IT_IS
 
@@ -171,12 +171,12 @@ def _of_process() -> list[_Setting]:
 
 
 def _of_thread() -> list[_Setting]:
-    """Return the settings that each thread has of its own."""
+    """Return the settings that are kept per thread."""
     import numpy as np
 
     return [
         _Setting(np.geterr, lambda given: np.seterr(**given), NUMPY_ERRORS),
-        _Setting(lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal, False),  # torch cannot tell
+        _Setting(lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal, False),  # torch has no getter
         _Setting(torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled, True),
     ]
 
@@ -188,10 +188,10 @@ def _attribute(name: str, new: object) -> _Setting:
 
 
 def _precisions() -> tuple[str, bool, dict[tuple[str, str], str]]:
-    """Return the precision of matrix products and convolutions by torch's older names, and by its newer ones.
+    """Return the precision of matrix products and convolutions by torch's older and newer names.
 
-    The older names write both; the newer ones write only their own, after which reading an older name raises an error wherever
-    the two disagree.
+    Writing an older name sets both; writing a newer one sets only itself, and reading the older name raises an error where the
+    two disagree.
     """
     matmul, convolutions = "highest", True
     with suppress(RuntimeError):  # the process uses the newer names
@@ -202,7 +202,7 @@ def _precisions() -> tuple[str, bool, dict[tuple[str, str], str]]:
 def _set_precisions(given: tuple[str, bool, dict[tuple[str, str], str]]) -> None:
     matmul, convolutions, newer = given
     for older in (True, False):
-        for name, value in newer.items():  # one for all operations overwrites those of each
+        for name, value in newer.items():  # a value for all operations overwrites the value of each
             if torch._C._get_fp32_precision_getter(*name) != value:
                 torch._C._set_fp32_precision_setter(*name, value)
         if older:
@@ -217,13 +217,13 @@ def _set_environment(given: dict[str, str]) -> None:
 
 
 def _seed_again(seed: int) -> None:
-    """Seed a device that was started meanwhile, or is later, as the caller did. The streams in use are restored after it."""
+    """Seed a device that was started meanwhile, or will be, as the caller did. The streams in use are restored afterwards."""
     if torch.initial_seed() != seed:
         torch.manual_seed(seed)
 
 
 def _devices_apart(given_back: ExitStack) -> None:
-    """Give back the current device and the generators of all devices."""
+    """Restore the current device and the generators of all devices."""
     in_use = streams.devices_in_use()
     index = torch.accelerator.current_device_index() if in_use else 0
     given_back.callback(lambda: torch.accelerator.set_device_index(index) if streams.devices_in_use() else None)
@@ -234,7 +234,7 @@ def _devices_apart(given_back: ExitStack) -> None:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Within the context the run's own autocast is the outermost: torch keeps weights that it has cast until that one ends."""
+    """Within the context the run's own autocast is the outermost one: torch caches cast weights until the outermost one ends."""
     device = torch.accelerator.current_accelerator()
     kinds = ["cpu", *([device.type] if device is not None else [])]
     before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
@@ -248,7 +248,7 @@ def _without_autocast() -> Iterator[None]:
 
 
 def _set_autocast(kinds: Sequence[tuple[str, bool, torch.dtype]], cached: bool, depth: int) -> None:
-    """Set autocast of each device type; it is nested once at least."""
+    """Set autocast of each device type, nested at least once."""
     for kind, enabled, dtype in kinds:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)

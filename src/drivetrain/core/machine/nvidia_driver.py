@@ -1,7 +1,7 @@
 """Asks NVIDIA's driver for its devices, in an interpreter of its own that imports nothing but the standard library.
 
-The driver does not survive a fork: a process that has started it, even by torch.cuda.is_available(), cannot fork ranks
-that use the devices. So the process that will fork calls `devices`, which runs this file as a program.
+The driver does not survive a fork: a process that started it, even by torch.cuda.is_available(), cannot fork ranks that use the
+devices. So a process that will fork calls `devices`, which runs this file as a program.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 LIBRARY = "libcuda.so.1"
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, also where CUDA_VISIBLE_DEVICES is empty
 CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
-TIMEOUT_S = 60.0  # a machine of eight devices needs seconds where its driver is not kept running
+TIMEOUT_S = 60.0  # without a persistent driver a machine of eight devices needs seconds
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Devices:
     count: int = 0
     capability: tuple[int, int] = (0, 0)  # the lowest compute capability
     cuda: int = 0  # the newest CUDA version that the driver runs, such as 12
-    problem: str = ""  # why the driver does not answer
+    problem: str = ""  # the reason why the driver does not answer
 
 
 def installed() -> bool:

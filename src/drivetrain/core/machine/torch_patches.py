@@ -1,6 +1,7 @@
-"""The changes to torch that drivetrain needs. No other module of drivetrain changes an object or a class of torch. Each function
-gives its reason, torch's issue where there is one, and the change in torch that makes it unnecessary;
-tests/core/test_torch_patches.py fails then.
+"""The changes to torch that drivetrain needs.
+
+No other module of drivetrain changes an object or a class of torch. Each function gives its reason, torch's issue where there
+is one, and the change in torch that makes it unnecessary; tests/core/test_torch_patches.py fails then.
 """
 
 from __future__ import annotations
@@ -89,8 +90,7 @@ def remove_step_wrappers(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def given_overflow(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> Iterator[None]:
-    """Within the context the fused step does nothing where `found` > 0: torch's GradScaler passes its flag by these
-    attributes."""
+    """Within the context the fused step does nothing where `found` > 0, by the attributes that torch's GradScaler sets."""
     vars(optimizer).update(grad_scale=None, found_inf=found)
     try:
         yield
@@ -120,9 +120,10 @@ def wrap_state(optimizer: torch.optim.Optimizer, wrap: Callable[[Method], Method
 
 
 def ignore_profiler_ranges() -> None:
-    """Let selective checkpointing ignore the profiler ranges of FSDP's hooks. In a block with its own shards, recomputation runs
-    them another number of times than the forward, which torch takes for an error (pytorch#196862). The first release with that
-    change ends this.
+    """Let selective checkpointing ignore the profiler ranges of FSDP's hooks.
+
+    In a block with its own shards, recomputation runs them another number of times than the forward, which torch takes for an
+    error (pytorch#196862). The first release with that change ends this.
     """
     from torch.utils.checkpoint import SAC_IGNORED_OPS
 

@@ -100,7 +100,7 @@ output { position: absolute; right: 0; top: 0; font-size: 12px; color: var(--ink
     + "".join(f".d{n} {{ stroke-dasharray: {dash} }}\n" for n, dash in ((1, "6 3"), (2, "2 3"), (3, "8 3 2 3")))
 )
 
-# Sorting by a header's button, copying a command, the value of a curve below the pointer. All else works without a script.
+# Sorts a table by a header's button, copies a command, shows a curve's value at the pointer. All else works without a script.
 SCRIPT = """
 for (const button of document.querySelectorAll('th button')) button.onclick = () => {
   const head = button.closest('th'), body = head.closest('table').tBodies[0], at = head.cellIndex;
