@@ -167,8 +167,8 @@ def _of_base(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("config", "tensors", "says"),
     [
-        ({}, _of_base, "in one of both alone"),  # weights of the model itself, that no setting names
-        ({}, lambda _: {"base_model.model.nowhere": torch.ones(1)}, "in one of both alone"),
+        ({}, _of_base, "in only one of the two"),  # weights of the model itself, that no setting names
+        ({}, lambda _: {"base_model.model.nowhere": torch.ones(1)}, "in only one of the two"),
         ({}, lambda model: {name: each[:1] for name, each in _adapters(model).items()}, "of another shape"),
         ({}, lambda model: {name: each * math.nan for name, each in _adapters(model).items()}, "not finite"),
         ({"modules_to_save": 7}, lambda _: {}, "TypeError"),
