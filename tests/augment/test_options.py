@@ -461,7 +461,7 @@ def test_cutmix_is_the_papers_box():
         (["augment=[mixup]", "augment.mixup.prob=0.0"], "augment.mixup.prob=0 does nothing"),
         (
             ["augment=[mixup,cutmix]", "augment.cutmix.per=update"],
-            "augment.mixup.per=sample: one of them is drawn, set both alike",
+            "augment.mixup.per=sample: one of them is drawn: set both alike",
         ),
         (["augment=[mixup]", "loss=bce", "loss.pos_weight=balanced"], "set it to null, or loss=cross_entropy"),
         (["augment=[mixup]", "augment.mixup.alpha=0.0"], "augment.mixup.alpha=0.0: must be > 0"),

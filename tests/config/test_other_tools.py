@@ -129,7 +129,7 @@ def test_every_field_of_training_arguments_has_its_row():
         ("hflip=0.5", "use augment=[flip_crop]"),
         ("aa=rand-m9", "use augment=[randaugment]"),
         ("bce_loss=true", "use loss=bce"),
-        ("worker_seeding=all", "depends on the seed, the epoch and the sample alone"),
+        ("worker_seeding=all", "depend only on the seed, the epoch and the sample"),
         ("seed_everything=7", "use runtime.seed"),
         ("optimizer=adamww", "is no option of optimizer: did you mean 'adamw'"),
     ],

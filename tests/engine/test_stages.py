@@ -289,7 +289,7 @@ def test_a_model_that_would_have_other_shapes_is_refused_before_the_start(staged
         ("[{until: 1ep, batch: accumulate, batch.accumulation_steps: 7}]", ["stages[0]: batch.global_batch=12 does not divide"]),
         ("[{until: 2ep}, {until: 1ep}, {until: 40}]", ["not after update 8, where the stage before", "the run ends after 12"]),
         ("[{until: 0.01}, {}]", ["stages[0].until=0.01 is update 0, the start of the run"]),
-        ("[{until: 5, batch.global_batch: 24}, {}]", ["each is made of whole epochs"]),
+        ("[{until: 5, batch.global_batch: 24}, {}]", ["each has whole epochs"]),
         ("[{until: 1.0}]", ["stages[0].until=1.0 could be the whole run or one update"]),
         ("[{until: true}]", ["stages[0].until=True: give a share"]),
         ("[{until: 5eps}]", ["stages[0].until=5eps is no length"]),

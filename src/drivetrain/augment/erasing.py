@@ -19,10 +19,10 @@ LARGE = 2**15  # values of an image; on a CPU, larger images are erased one by o
 
 
 class RandomErasing(Augment):
-    """Fills a random box of some images with noise or the mean (Zhong et al. 2020), so that no single part decides.
+    """Fills a random box of some images with noise or the mean (Zhong et al. 2020), so that no single part of an image decides.
 
-    Noise is uniform: over 0 … 255 for uint8 images, with standard deviation 1 for float images. As in the paper, images
-    for which no box fits stay as they are.
+    Noise is uniform: over 0 … 255 for uint8 images, with standard deviation 1 for float images. As in the paper, images for which
+    no box fits do not change.
     """
 
     effect = "changes"

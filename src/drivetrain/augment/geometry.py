@@ -18,7 +18,7 @@ from drivetrain.core.step.microbatch import Request
 from drivetrain.core.step.source import CropBox, PipelineParts
 from drivetrain.core.step.tensors import send
 
-LARGE = 2**15  # values of an image; a CPU mirrors larger ones faster one by one (224×224: in 0.4 of the time)
+LARGE = 2**15  # values of an image; a CPU mirrors larger images faster one by one (224×224: in 0.4 of the time)
 Interval = Annotated[Sequence[Positive], annotated_types.Len(2, 2)]  # lowest, highest
 
 
@@ -38,7 +38,7 @@ class FlipCrop(Augment):
     def advise(self, run: RunSpec) -> Iterator[str]:
         if run.data.mirrored_changes_label and self.flip:
             yield (
-                "augment=flip_crop mirrors digits, and a mirrored digit is another or none: "
+                "augment=flip_crop mirrors digits, and a mirrored digit is no longer that digit: "
                 "augment.flip_crop.flip=0 augment.flip_crop.pad=1 suits 8×8 digits"
             )
 
@@ -110,14 +110,14 @@ def _reflect(index: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class RandomResizedCrop(Augment):
-    """A random crop, resized to the image's size (Szegedy et al. 2015). Crops are drawn as torchvision's RandomResizedCrop does.
+    """A random crop, resized to the image's size (Szegedy et al. 2015). Crops are drawn as in torchvision's RandomResizedCrop.
 
-    Image files are cropped while they are decoded, at their full resolution; images in memory are cropped as they are.
+    Image files are cropped while they are decoded, at their full resolution; images in memory are cropped at their own.
     """
 
     effect = "changes"
     changes = "the part and the scale of a training image that the model sees"
-    draws_on_cpu = True  # boxes are computed in float64, which MPS has not, and in hundreds of kernels of a few numbers
+    draws_on_cpu = True  # boxes take float64, which MPS lacks, and hundreds of kernels on a few numbers
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ def random_boxes(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return top, left, height and width (n,) int64 of boxes in images of one size, from draws (2·tries + 2, n).
 
-    The first try that fits is taken. If none fits: the largest box of an allowed ratio, or, without `fall_back`, none (0×0).
+    The first try that fits is taken; else the largest box of an allowed ratio or, without `fall_back`, none (0×0).
     """
     area, aspect = draws[0:-2:2].double(), draws[1:-2:2].double()
     pixels = (scale[0] + area * (scale[1] - scale[0])) * width * height
@@ -252,7 +252,7 @@ def _resize_matrix(begin: torch.Tensor, size: torch.Tensor, out: int, interpolat
     n, size, begin = len(begin), size.view(-1, 1), begin.view(-1, 1)
     position = (torch.arange(out, device=begin.device) + 0.5) * (size / out) - 0.5
     low = position.floor()
-    offsets, a = ((0, 1), 0.0) if interpolation == "bilinear" else ((-1, 0, 1, 2), -0.5)  # a: Keys 1981, as Pillow
+    offsets, a = ((0, 1), 0.0) if interpolation == "bilinear" else ((-1, 0, 1, 2), -0.5)  # a: Keys 1981, as in Pillow
     matrix = torch.zeros(n, out, out, device=begin.device)
     total = torch.zeros(n, out, device=begin.device)
     for offset in offsets:
@@ -262,7 +262,7 @@ def _resize_matrix(begin: torch.Tensor, size: torch.Tensor, out: int, interpolat
             weight = 1 - d
         else:
             weight = torch.where(d < 1, ((a + 2) * d - (a + 3)) * d * d + 1, (((d - 5) * d + 8) * d - 4) * a)
-        weight = weight * ((at >= 0) & (at < size))  # pixels beyond the box do not count; the others are rescaled below
+        weight = weight * ((at >= 0) & (at < size))  # pixels beyond the box do not count; the other weights are rescaled below
         total += weight
         index = (at.long().clamp(min=0).minimum(size - 1) + begin).unsqueeze(2)
         matrix.scatter_add_(2, index, weight.unsqueeze(2))

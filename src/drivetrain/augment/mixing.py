@@ -22,8 +22,8 @@ KNOTS = 4096  # of the table of a Beta distribution
 class Mixing(Augment):
     """Mixes each sample with the next one in the epoch's order. Its own share λ is drawn from Beta(alpha, alpha).
 
-    `per` sets who draws: each sample, or all samples of an update together, as in timm. Of several mixing options at most
-    one is drawn, each with the probability `prob`; where these add up to more than 1, they are divided by their sum.
+    With `per` each sample draws, or all samples of an update together, as in timm. Of several mixing options at most one is
+    drawn, each with its probability `prob`; if these sum to more than 1, they are divided by their sum.
     """
 
     mixes = True
@@ -43,7 +43,7 @@ class Mixing(Augment):
             yield f"augment.{self.name}.prob=0 does nothing: raise it or leave {self.name} out"
         for name, other in zip(chosen, run.augment, strict=True):
             if isinstance(other, Mixing) and self.per == "update" != other.per:
-                yield f"augment.{self.name}.per=update, and augment.{name}.per={other.per}: one of them is drawn, set both alike"
+                yield f"augment.{self.name}.per=update, and augment.{name}.per={other.per}: one of them is drawn: set both alike"
         if run.data.targets not in ("class", "labels", None):
             yield f"augment=[{self.name}] mixes the classes of samples, and {run.named('data')} has none: leave {self.name} out"
         elif not run.loss.soft_targets:
@@ -61,12 +61,12 @@ class Mixing(Augment):
         """Mix the request's samples (n, …); targets become probabilities (n, classes) float32."""
         mixers = [cast(Mixing, step) for step in pipeline.steps if step.mixes]
         if self is not mixers[0]:
-            return x, y, indices  # the first mixing option has mixed for all
+            return x, y, indices  # the first mixing option has already mixed
         n = len(request.indices)
         drawn_by = request.indices if self.per == "sample" else torch.full((n,), request.update)
         partner = send(_partner_rows(request), x.device)
         other = x.index_select(0, partner)
-        x, share = x[:n], torch.ones(n)  # shares are drawn on the CPU: a few numbers, for which a device runs a hundred kernels
+        x, share = x[:n], torch.ones(n)  # shares are drawn on the CPU: a device would run a hundred kernels for a few numbers
         choice = rng.uniform(pipeline.seed, request.epoch, drawn_by, base.MIXER[0])
         choice *= max(1.0, sum(mixer.prob for mixer in mixers))
         begin = 0.0
@@ -83,7 +83,7 @@ class Mixing(Augment):
     def mix(
         self, x: torch.Tensor, other: torch.Tensor, share: torch.Tensor, *draws: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mix images (n, c, h, w), keeping a `share` (n,) of each (1: all of it); return them and the exact shares.
+        """Mix images (n, c, h, w), keeping a `share` (n,) of each (1: the whole image); return them and the exact shares.
 
         Shares and draws are on the CPU.
         """
@@ -153,7 +153,7 @@ def quantile(u: torch.Tensor, alpha: float) -> torch.Tensor:
 def _beta(alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Tabulate the distribution function of Beta(alpha, alpha) at KNOTS values, which are denser towards 0 and 1.
 
-    It is integrated over s = t^alpha, where the density t^(alpha−1)·(1−t)^(alpha−1) has no pole, up to the middle, and mirrored.
+    It is integrated up to the middle over s = t^alpha, where the density t^(alpha−1)·(1−t)^(alpha−1) has no pole, and mirrored.
     """
     t = torch.linspace(0, 1, KNOTS // 2, dtype=torch.float64).pow(2) / 2
     area = torch.cumulative_trapezoid((1 - t) ** (alpha - 1), t**alpha)

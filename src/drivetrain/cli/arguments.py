@@ -19,7 +19,7 @@ from drivetrain.recipe import lookup
 from drivetrain.run import directory
 from drivetrain.ui.output import echo, fold
 
-OWN_KEY = re.compile(r"(?:^  |, )'?(\w+)=", re.M)  # in a verb's help: a setting at the start of its line, or after another one
+OWN_KEY = re.compile(r"(?:^  |, )'?(\w+)=", re.M)  # a setting in a verb's help: at the start of its line, or after another one
 FLAG, FILE, NUMBER = {"action": "store_true"}, {"type": Path}, {"type": int}  # kinds of options, as argparse takes them
 WORDS = {"action": "append", "default": []}  # words that may begin with -, one per occurrence
 
@@ -106,7 +106,7 @@ class Command:
             made.add_argument(*flags.split(), **kind)
         given = list(argv)
         for at in reversed([n for n, word in enumerate(argv[:-1]) if self.options.get(word) is WORDS]):
-            given[at : at + 2] = [f"{given[at]}={given[at + 1]}"]  # argparse takes --amp for an option of its own
+            given[at : at + 2] = [f"{given[at]}={given[at + 1]}"]  # argparse would take --amp as its own option
         return made.parse_intermixed_args(given)
 
     def complete(self, words: Sequence[str], last: str) -> Sequence[str]:

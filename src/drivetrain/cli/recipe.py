@@ -112,7 +112,7 @@ def _list(argv: Sequence[str]) -> int:
 def _check(given: argparse.Namespace) -> int:
     if not given.overrides:
         raise UserError("drivetrain recipe check needs the name or path of a recipe")
-    trust = [word for word in given.overrides if key_of(word) == "trust"]  # own code that the check imports may print
+    trust = [word for word in given.overrides if key_of(word) == "trust"]  # the user's code, which the check imports, may print
     problems: list[str] = []
     for name in (word for word in given.overrides if word not in trust):
         with collecting(problems):
@@ -124,7 +124,7 @@ def _check(given: argparse.Namespace) -> int:
 def _show(argv: Sequence[str]) -> int:
     if len(argv) != 1:
         raise UserError(f"drivetrain recipe show needs one name, path or address: {', '.join(lookup.names())}")
-    fetch.on_fetch.clear()  # it is printed here
+    fetch.on_fetch.clear()  # printed here instead
     content = lookup.load(argv[0])[1]
     echo(output.text(content) if terminal.is_live() else content.decode(errors="replace").rstrip("\n"))
     return DONE
@@ -147,7 +147,7 @@ def _schema(given: argparse.Namespace) -> int:
         raise UserError(f"drivetrain recipe schema {file} writes JSON: give a file such as {file.with_suffix('.schema.json')}")
     with output.writing(file):
         file.write_text(text, encoding="utf-8")
-    echo(f"written to {file}: a recipe that begins with `# yaml-language-server: $schema={file}` is completed and checked by it")
+    echo(f"written to {file}: editors complete and check a recipe that begins with `# yaml-language-server: $schema={file}`")
     return DONE
 
 

@@ -21,7 +21,7 @@ from drivetrain.loader.base import Pipeline
 from drivetrain.logger.drawing import BLACK, Tile, grid, in_words, pixels, with_mask
 from drivetrain.ui.sheet import PagePart, Section, Sheet, Table, escape, under, words
 
-SHOWN, CLASSES = 12, 30  # samples that are drawn, classes that are counted
+SHOWN, CLASSES = 12, 30  # samples drawn, classes counted
 LOOKED_AT = 100  # samples or files examined for their range of values
 CHARACTERS = 200  # of a text
 LENGTHS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -76,7 +76,7 @@ def _of_each(source: Source, classes: int, several: bool) -> torch.Tensor | None
 
 
 def _remarks(sets: Mapping[str, Source]) -> Iterator[str]:
-    """Yield the sets that share samples with training, and unreadable files among an evenly spread few."""
+    """Yield the sets that share samples with training, and the unreadable ones of some evenly spread files."""
     train = sets["training"]
     for name, source in sets.items():
         if source is not train and (count := twice(train, source)):

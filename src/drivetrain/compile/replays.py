@@ -1,8 +1,7 @@
 """Replays compiled micro-batches on CUDA, each sequence of them by a single launch.
 
 A CUDA graph contains the gathering of inputs from a piece of the epoch, the learning rates, the micro-batches and the sum of
-their losses. Values that change between replays are in fixed memory: the inputs, or the place of the next ones in their piece,
-and the rates.
+their losses. Values that change between replays are in fixed memory: the rates, and the inputs or their place in the piece.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ Outputs = tuple[torch.Tensor, ...]
 class CapturedGraph:
     """Captures the second call of a function as a CUDA graph, and replays it from then on.
 
-    All take their memory from one `pool`. They never run at the same time, and each result is read before the next one runs.
+    All graphs take their memory from one `pool`. They never run at the same time, and each result is read before the next one
+    runs.
     """
 
     def __init__(self, run: Callable[[], Outputs], pool: _POOL_HANDLE) -> None:
@@ -48,7 +48,7 @@ class CapturedGraph:
         return self._call()
 
     def _capture(self) -> bool:
-        """Capture one call. Returns False if CUDA cannot: nothing has been computed then, because a capture only records."""
+        """Capture one call. Returns False if CUDA cannot: nothing is computed then, because a capture only records."""
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
         try:
@@ -58,7 +58,7 @@ class CapturedGraph:
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # some releases of torch leave the stream of a failed capture current
             _end_capture_of_random_numbers()
-            logger.warning("compile=step: no CUDA graph: %s. Going on with one launch for each kernel", first_line(error))
+            logger.warning("compile=step: no CUDA graph: %s. Continuing with one launch for each kernel", first_line(error))
             return False
         return True
 
@@ -93,7 +93,7 @@ class ReplayedShape:
     def __init__(self, run: Callable[..., Outputs], batch: MicroBatch) -> None:
         self.run, self.last = run, batch.last
         self.memory = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors_of(batch)]
-        self.samples = len(trees.leaves((batch.x, batch.y)))  # tensors with a row of each sample
+        self.samples = len(trees.leaves((batch.x, batch.y)))  # tensors with a row for each sample
         self.rows = torch.arange(trees.length(batch.y), device=batch.weight.device)
         self._given: list[torch.Tensor | None] = [None] * len(self.memory)
 
@@ -177,7 +177,7 @@ class Replays:
         assert piece is not None
         if piece is not self._piece:
             given = [view for t in trees.leaves((piece.x, piece.y)) if (view := flat(t)) is not None]
-            if not self._memory or len(self._memory[0]) < len(given[0]):  # a larger one than before
+            if not self._memory or len(self._memory[0]) < len(given[0]):  # larger than before
                 self._memory = [torch.empty_like(t) for t in given]
                 self._graphs = {key: graph for key, graph in self._graphs.items() if not key[0]}
             for memory, t in zip(self._memory, given, strict=True):

@@ -1,9 +1,9 @@
 """Compiles forward, backward, clipping and update into one graph; on CUDA it is replayed by a single launch.
 
-The first update runs eagerly and creates the optimizer's state. The second runs eagerly too, while every tensor operation
-below autograd is recorded (make_fx on real tensors); parameters, buffers, optimizer state, gradients and learning rates
-are the graph's inputs, written in place. Inductor then compiles the recording. If the step does something that a recording
-cannot hold (a value read back to Python, a count kept in Python), training continues without it, and logs the reason.
+The first update runs eagerly and creates the optimizer's state. The second runs eagerly too, while every tensor operation below
+autograd is recorded (make_fx on real tensors); parameters, buffers, optimizer state, gradients and learning rates are the graph's
+inputs, written in place. Inductor then compiles the recording. If a recording cannot hold the step (it reads a value back to
+Python, or counts in Python), training continues without it and logs the reason.
 """
 
 from __future__ import annotations
@@ -73,26 +73,26 @@ class WholeStep:
         self._together = together
         self.seconds = 0.0  # spent recording and compiling
         self._eager, self._started = True, False
-        self._attempted = False  # this update has recorded a micro-batch, or failed to
-        self._updated = False  # the update's last micro-batch has already updated
+        self._attempted = False  # this update has tried to record a micro-batch
+        self._updated = False  # the update's last micro-batch has updated the weights
         self._cleared = False  # and cleared the gradients
-        self._made: Outputs = ()  # True if it did, in case the graph decides
+        self._made: Outputs = ()  # whether it did, where the graph decides
         self._graphs: dict[Key, Compiled] = {}
         self._replays: Replays | None = None
         self._shapes: dict[Key, ReplayedShape] = {}  # of the replayed updates
         self._waiting: list[PlannedReplay] = []  # micro-batches waiting to run together
-        self._loss_sum: torch.Tensor | None = None  # that graphs add to: of the first update
-        self._own_sum: torch.Tensor | None = None  # if they are called with another one
+        self._loss_sum: torch.Tensor | None = None  # the loss sum that graphs add to, from the first update
+        self._own_sum: torch.Tensor | None = None  # the graphs' own sum, if they are called with another one
         self._trained: list[torch.nn.Parameter] = []  # parameters that get gradients
         self._gradient_sums: list[torch.Tensor] = []  # their gradients, if an update has several micro-batches
         self._lr_tensors: list[torch.Tensor] = []
-        self._counters: list[tuple[StateDict, str, torch.device]] = []  # states, the names of their counters, and where
+        self._counters: list[tuple[StateDict, str, torch.device]] = []  # states, the names and the devices of their counters
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         """Run forward and backward of one micro-batch; after an update's last one, also the update."""
         if not self._eager and batch.last and self._constants() != self._recorded_constants:
             self.settle()
-            self._give_up("a schedule moves a number of the optimizer other than its learning rate (momentum, weight decay)")
+            self._give_up("a schedule changes a setting of the optimizer other than its learning rate (momentum, weight decay)")
         if self._eager:
             self._loss_sum = loss_sum if self._loss_sum is None else self._loss_sum
             self.inner.micro_batch(batch, loss_sum)
@@ -199,7 +199,7 @@ class WholeStep:
         self._lrs = [float(group["lr"]) for group in self._param_groups]
         self._lr_tensors = [torch.tensor(lr, device=device) for lr in self._lrs]
         self._recorded_constants = self._constants()
-        for state in self._optimizer.state.values():  # a graph cannot update step counters that torch keeps on the CPU
+        for state in self._optimizer.state.values():  # a graph cannot update step counters on the CPU
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.device != device:
                     self._counters.append((state, name, value.device))
@@ -211,12 +211,12 @@ class WholeStep:
 
     def _copy_lrs(self) -> None:
         for i, group in enumerate(self._param_groups):
-            if group["lr"] != self._lrs[i] or self._replays is not None:  # replays write the tensors too
+            if group["lr"] != self._lrs[i] or self._replays is not None:  # replays also write the tensors
                 self._lr_tensors[i].fill_(group["lr"])
                 self._lrs[i] = group["lr"]
 
     def _constants(self) -> list[StateDict]:
-        """Return the optimizer settings that a recording holds as constants, but a schedule could change."""
+        """Return the optimizer's settings that are constants in a recording but that a schedule could change."""
         return [{k: v for k, v in g.items() if isinstance(v, float | tuple) and k != "lr"} for g in self._param_groups]
 
     def _record(self, key: Key, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
@@ -271,7 +271,7 @@ class WholeStep:
         return recording, outputs[0]
 
     def _trace_update(self) -> Outputs:
-        """Make the update and clear the gradients. Returns whether it was made, if only the device knows."""
+        """Make the update and clear the gradients. Returns whether it was made, where only the device knows."""
         with torch.no_grad():
             before = [(t, t.clone()) for t in self._optimizer_tensors()] if self._update_state() else []
             made: Made | torch.Tensor = self.inner.update()
@@ -327,7 +327,7 @@ class WholeStep:
         inputs: list[torch.Tensor | int | torch.SymInt | None] = [
             fake.from_tensor(t, static_shapes=True) for t in (*static, *tensors_of(batch))
         ]
-        with torch.no_grad(), tracing(TracingContext(fake)):  # no gradients: the backward is in the graph
+        with torch.no_grad(), tracing(TracingContext(fake)):  # without gradients: the backward is in the graph
             compiled = torch._inductor.compile(recording, inputs, options=INDUCTOR)
 
         @torch.no_grad()
@@ -340,11 +340,11 @@ class WholeStep:
 
     def _give_up(self, reason: str) -> None:
         self._eager = True
-        for state, name, device in self._counters:  # an eager update reads them there
+        for state, name, device in self._counters:  # where an eager update reads them
             state[name] = state[name].to(device)
         self._set_gradients(self._gradient_sums or [None] * len(self._trained))
         self.inner = self.inner.with_forward(self._fallback())
-        logger.warning("compile=step: this step cannot be one graph: %s. Going on with compile=inductor", reason)
+        logger.warning("compile=step: this step cannot be one graph: %s. Continuing with compile=inductor", reason)
 
 
 def _collect(value: object, tensors: dict[int, torch.Tensor], numbers: list[object], seen: set[int]) -> None:

@@ -1,4 +1,4 @@
-"""The words of Hydra's users: its idioms in drivetrain's words, its settings that hold here, and the words to type instead."""
+"""Hydra's words: its idioms as drivetrain's overrides, the settings that work here, and the words to type instead of others."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from drivetrain.core.errors import UserError, did_you_mean, refuse
 from drivetrain.core.options.overrides import format_value, key_of, parse, redact, single_values
 from drivetrain.core.typed import JsonObject
 
-HONOURED = {"run.dir": str, "sweep.dir": str, "sweep.subdir": str, "job.name": str}  # keys below `hydra.` that hold here
+HONOURED = {"run.dir": str, "sweep.dir": str, "sweep.subdir": str, "job.name": str}  # keys below `hydra.` that work here
 OFF = ("none", "single", "fixed", "constant")  # names of options that switch a group off
 
 
 def instead(override: str) -> str:
-    """The answer to a word of Hydra's own config that does not hold here."""
+    """The answer to a setting of Hydra's own config that does not work here."""
     near = did_you_mean(key_of(override), [f"hydra.{name}" for name in HONOURED])
     return (
         f"'{override}': drivetrain starts runs itself, and of Hydra's settings it takes hydra.run.dir for one run by "
@@ -35,12 +35,12 @@ def instead(override: str) -> str:
 
 
 def is_hydra_override(override: str) -> bool:
-    """True if an override sets Hydra's own config and not the run's."""
+    """True if an override sets Hydra's config, not the run's."""
     return re.split(r"[./=@]", key_of(override))[0] == "hydra"
 
 
 def translated(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[str]:
-    """The overrides with Hydra's idioms in drivetrain's words; those without a meaning here stay, and composing refuses them.
+    """The overrides with Hydra's idioms in drivetrain's words; those without a meaning here stay, and `compose` refuses them.
 
     `experiment=NAME` is a recipe, also of a config dir's experiment/; `~GROUP` is its off switch; `GROUP=glob(a*)` lists the
     options that match. Raises UserError where none does.
@@ -97,7 +97,7 @@ def recipe_word(name: str, config_dirs: Sequence[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class HydraSettings:
-    """The settings that were typed of Hydra's own config for a run or a sweep. Its texts may refer to the config, as in Hydra."""
+    """The typed settings of Hydra's own config for a run or a sweep. Its texts may refer to the config, as in Hydra."""
 
     given: JsonObject = field(default_factory=dict)  # key below `hydra.` → value
     typed: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ class HydraSettings:
             raise UserError(f"'{word}' is for several runs: say -m before it, or leave it out" for word in wrong)
 
     def path(self, key: str, composed: Composed) -> Path | None:
-        """The path that `hydra.KEY` stands for in this run; None where it is not set. Raises UserError."""
+        """The path that `hydra.KEY` sets for this run; None without one. Raises UserError."""
         return None if key not in self.given else Path(os.path.expanduser(self._resolved(key, composed)))
 
     def _resolved(self, key: str, composed: Composed) -> str:
@@ -124,7 +124,7 @@ class HydraSettings:
             raise UserError(f"hydra.{key}={text}: it cannot be resolved: {str(error).splitlines()[0]}") from None
 
     def node(self, composed: Composed, run_dir: Path | None = None) -> JsonObject:
-        """Hydra's config node of this run, under Hydra's names: what other tools read from hydra.yaml."""
+        """Hydra's config node of this run, under Hydra's names, as other tools read it from hydra.yaml."""
         from hydra import __version__ as version
 
         number, dirs = self.number, [f"file://{Path(folder).resolve()}" for folder in composed.config_dirs]
@@ -168,7 +168,7 @@ def _dirname(overrides: Sequence[str]) -> str:
 
 
 def split(overrides: Sequence[str]) -> tuple[HydraSettings, list[str]]:
-    """Hydra's settings that hold here, and the other overrides. Raises UserError for a value that a setting does not take."""
+    """Hydra's settings that work here, and the other overrides. Raises UserError for a wrong value of a setting."""
     own = [o for o in overrides if key_of(o).removeprefix("hydra.") in HONOURED and key_of(o).startswith("hydra.")]
     problems: list[str] = []
     given = {key.removeprefix("hydra."): value for key, value in single_values(own, "run", problems).items()}

@@ -1,4 +1,4 @@
-"""Setting one key of a composed config, or the reason why it cannot be set."""
+"""Sets one key of a composed config, or gives the reason why it cannot be set."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ OPEN = {"config", "kwargs", "lr_multipliers", "unfreeze"}
 
 
 def replaced(key: str, given: Container[str]) -> bool:
-    """True if a setting of the whole mapping that a key is in takes its place: to an open mapping entries are added."""
+    """True if a setting of a key's whole mapping replaces the key's value. To an open mapping entries are added instead."""
     parts = key.split(".")
     inside = (parts[:depth] for depth in range(2, len(parts)))
     return any(".".join(each) in given for each in inside if each[-1] not in OPEN)
 
 
 def as_setting(flag: str, value: str | None = None) -> str | None:
-    """The setting that a flag such as --batch-size or --lr=0.1 stands for, as it is typed here; None where it is none.
+    """The setting to type for a flag such as --batch-size or --lr=0.1; None for an unknown flag.
 
     `value` is the word after the flag, which may be its value.
     """
@@ -73,12 +73,13 @@ class KeySetter:
     config: JsonObject
     choices: JsonObject  # group → option
     config_dirs: Sequence[str] = ()
-    made: set[str] = field(default_factory=set)  # keys of values that mappings took the place of
+    made: set[str] = field(default_factory=set)  # keys of values that mappings replaced
 
     def set(self, key: str, value: object, of_mapping: bool = False) -> str | None:
-        """Set a key that exists; keys below an open mapping may be new. Returns the problem if it cannot be set.
+        """Set an existing key; keys below an open mapping may be new.
 
-        A key below null makes a mapping of it. With `of_mapping` it also does so of another value.
+        Returns the problem if it cannot be set. A key below null turns null into a mapping; with `of_mapping` it replaces
+        another value too.
         """
         parts = key.split(".")
         if "_target_" in parts:
@@ -102,14 +103,14 @@ class KeySetter:
             return f"{key}={value}: {key} is a mapping of {', '.join(map(str, current))}: set one of those"
         if isinstance(value, str) and isinstance(current, list) and all(isinstance(each, str) for each in current):
             value = [value]  # trust=my_pkg, model.freeze=backbone
-        try:  # {} takes the place of a default's entries; others are added to them
+        try:  # {} replaces a default's entries; other mappings are added to them
             mapping[last] = _merged({} if value == {} and last in OPEN else current, value)
         except OmegaConfBaseException as error:  # a mapping for a list, or ${ without its }
-            return f"{key}={value}: it cannot be set so: {str(error).splitlines()[0]}"
+            return f"{key}={value}: it cannot be set like this: {str(error).splitlines()[0]}"
         return None
 
     def _unknown(self, parts: Sequence[str], value: object, depth: int, names: Sequence[str]) -> str:
-        """The problem of a key whose part at `depth` is not among the `names` there."""
+        """The problem of a key with an unknown part at `depth`; `names` are the known ones."""
         key, part, inside, rest = ".".join(parts), parts[depth], ".".join(parts[:depth]), ".".join(parts[1:])
         group, known = parts[0], options(self.config_dirs)
         if group in LISTS and not depth and len(parts) == 2:  # augment.mixup_alpha
@@ -141,7 +142,7 @@ class KeySetter:
         return f"{place} has no '{part}' ({key}={value}): {hint}"
 
     def _hint(self, inside: str, part: str, names: Sequence[str]) -> str:
-        """The remedy for a part of a key that is not among the `names` there: similar ones, and the options that have it."""
+        """The remedy for a part of a key that is not among `names`: similar ones, and the options that have it."""
         known = options(self.config_dirs)
         given = f"{inside}.{part}" if inside else part
         present = here(given) or given
@@ -165,7 +166,7 @@ class KeySetter:
         return hint
 
     def _of_section(self, parts: Sequence[str], names: Sequence[str]) -> str:
-        """The remedy for a key whose first part is a section of another tool, or a group that is spelt otherwise."""
+        """The remedy for a key that begins with another tool's section, or with a misspelt group."""
         known = options(self.config_dirs)
         for group in near_names(parts[0], known, TYPED)[:1]:
             if self._having(group, setting := ".".join(parts[1:]).lower()):
@@ -183,7 +184,7 @@ class KeySetter:
         return [setting for setting, having in owners(self.config_dirs).items() if group in having]
 
     def _homes(self, setting: str) -> list[str]:
-        """The keys that this setting has in the groups; those of a chosen option come first."""
+        """The keys of this setting in all groups, chosen options first."""
         groups = [group for group in owners(self.config_dirs).get(setting, {}) if group not in LISTS]
         if not groups and (of_part := self._of_part(*setting.partition("_")[::2])):
             return [of_part]
@@ -191,7 +192,7 @@ class KeySetter:
         return [f"{group}.{setting}" for group in first]
 
     def _of_part(self, head: str, rest: str) -> str:
-        """The setting of a name in two parts: ema_decay, clip_norm, swa_start, mixup_alpha; "" where it is of none."""
+        """The setting meant by a name of two parts (ema_decay, clip_norm, swa_start, mixup_alpha), or ""."""
         known = options(self.config_dirs)
         for group, names in known.items() if rest else ():
             near = near_names(rest, self._settings(group))[:1] if head == group or head in names else []
@@ -204,7 +205,7 @@ class KeySetter:
         return ""
 
     def unknown_in_group(self, key: str, value: object) -> str | None:
-        """The problem of a setting that no option of its group has: which option was meant is not known, its name is wrong."""
+        """The problem of a setting that no option of its group has, where the option's name is wrong too."""
         group, setting, *_ = key.split(".")
         names = options(self.config_dirs)[group] if group in LISTS else self._settings(group)
         if setting in names:

@@ -1,5 +1,5 @@
 # long: the names of other tools are one table
-"""Names that other frameworks have for settings: the answer to them gives drivetrain's name."""
+"""Other frameworks' names of settings, each with drivetrain's name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from difflib import get_close_matches
 
 from drivetrain.core.errors import did_you_mean, folded, near_names
 
-SURE = 0.75  # likeness of a name of another group
-TYPED = 0.8  # of a name that was mistyped
-ALIKE, SAID, CLOSE = 0.6, 0.7, 0.85  # of words, of a setting in a group; of the best likeness
-MEANS = {  # words that people say → the words of names
+SURE = 0.75  # similarity to a name of another group
+TYPED = 0.8  # of a mistyped name
+ALIKE, SAID, CLOSE = 0.6, 0.7, 0.85  # of words, of a setting in a group; relative to the best similarity
+MEANS = {  # everyday words → the words of names
     **dict.fromkeys(("val", "valid", "dev"), "validation"), **dict.fromkeys(("eval", "evaluation", "validate"), "evaluate"),
     **dict.fromkeys(("ckpt", "snapshot"), "checkpoint"), **dict.fromkeys(("dir", "directory"), "folder"),
     **dict.fromkeys(("output", "result"), "out"), **dict.fromkeys(("len", "seq"), "length"), "save": "saving", "col": "column",
@@ -842,13 +842,13 @@ ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Huggin
     "tokenizer_name": "data.tokenizer",
 }
 BOOSTING = "networks are trained here: set model=mlp, or train it by its own library"
-NOT_HERE = {  # settings of other tools that have no like here → why
-    "max_time": "the shell's `timeout` sends SIGTERM, at which a run saves: resume=auto goes on",
-    "min_epochs": "stop.patience says how long a run goes on without improving",
+NOT_HERE = {  # settings of other tools without a counterpart here → the answer
+    "max_time": "the shell's `timeout` sends SIGTERM, at which a run saves; resume=auto continues it",
+    "min_epochs": "stop.patience sets how long a run continues without improving",
     "limit_val_batches": "debug=fast debug.eval_batches=N evaluates N batches",
     "limit_test_batches": "debug=fast debug.eval_batches=N evaluates N batches",
-    "enable_progress_bar": "say -q for the result alone",
-    "in_chans": "the data says it",
+    "enable_progress_bar": "-q prints only the result",
+    "in_chans": "it follows from the data",
     "train_split": "data.root has the folders train/ and val/ or test/",
     "val_split": "data.root has the folders train/ and val/ or test/",
     "inference_mode": "evaluations use no_grad, in which a forward may enable gradients",
@@ -857,7 +857,7 @@ NOT_HERE = {  # settings of other tools that have no like here → why
     "num_sanity_val_steps": "data, model, loss and metrics are tried on two samples before the run",
     "reload_dataloaders_every_n_epochs": "a Dataset that changes with the epoch has set_epoch",
     "plugins": "an option of each group takes their place: drivetrain list",
-    "use_orig_params": "it is always so",
+    "use_orig_params": "it is always true",
     "fuser": "choose a compiler: drivetrain list compile",
     "aug_splits": "augmented copies of one batch are not supported; data.order=repeated draws a sample several times",
     "jsd_loss": "write it as loss=own",
@@ -866,20 +866,20 @@ NOT_HERE = {  # settings of other tools that have no like here → why
     "tta": "test-time augmentation is not supported",
     "head_init_scale": "set it in a model of your own",
     "head_init_bias": "set it in a model of your own",
-    "gp": "the pooling is the model's: model.kwargs={global_pool: …}",
+    "gp": "the model does the pooling: model.kwargs={global_pool: …}",
     "lr_noise": "a schedule with noise is not supported",
     "lr_k_decay": "take another schedule: drivetrain list scheduler",
-    "worker_seeding": "what a sample draws depends on the seed, the epoch and the sample alone",
-    "synchronize_step": "timings wait for the device by themselves",
+    "worker_seeding": "random draws depend only on the seed, the epoch and the sample",
+    "synchronize_step": "timings always wait for the device",
     "save_images": "logger=[images] shows samples and predictions",
     "sched_on_updates": "schedules move at every update",
     "epoch_repeats": "set epochs",
-    "format": "of an export it is a word of its own: drivetrain export RUN onnx",
-    "verbose": "say -q for the result alone",
+    "format": "an export takes it as a word: drivetrain export RUN onnx",
+    "verbose": "-q prints only the result",
     "precision=double": "networks are trained in float32 or less",
     "precision=fp64": "networks are trained in float32 or less",
     "precision=int8": "training in int8 is not supported: precision=fp8",
-    "mode": "which value is better is the metric's own: select=METRIC",
+    "mode": "each metric knows its better direction: select=METRIC",
     "validation_steps": "debug=fast debug.eval_batches=N evaluates N batches",
     "quantize": "drivetrain list precision",
     "scheduler=LambdaLR": "write a schedule of your own: drivetrain list scheduler, or docs/extending.md",
@@ -889,18 +889,18 @@ NOT_HERE = {  # settings of other tools that have no like here → why
     "push_to_hub": "drivetrain export RUN hf writes a folder that the Hub takes",
     "hub_model_id": "drivetrain export RUN hf writes a folder that the Hub takes",
     "do_train": "drivetrain train does it",
-    "do_eval": "every run evaluates: evaluate_every says how often",
+    "do_eval": "every run evaluates: evaluate_every sets how often",
     "do_predict": "drivetrain predict RUN FILE",
     "predict": "drivetrain predict RUN FILE",
     "test": "every run ends with the test set; drivetrain evaluate RUN does it again",
     "export": "drivetrain export RUN onnx",
-    "input_shape": "the data says it",
-    "input_dim": "the data says it",
-    "output_dim": "the data says it",
-    "model.input_dim": "the data says it",
-    "model.output_dim": "the data says it",
-    "model.in_features": "the data says it",
-    "model.in_channels": "the data says it",
+    "input_shape": "it follows from the data",
+    "input_dim": "it follows from the data",
+    "output_dim": "it follows from the data",
+    "model.input_dim": "it follows from the data",
+    "model.output_dim": "it follows from the data",
+    "model.in_features": "it follows from the data",
+    "model.in_channels": "it follows from the data",
     "model.activation": "write a network of your own: model=own",
     "batch_norm": "write a network of your own: model=own",
     "loss.reduction": "it is the mean over the samples of an update",
@@ -920,46 +920,46 @@ NOT_HERE = {  # settings of other tools that have no like here → why
     "parallel.cp": "context parallelism is not supported: drivetrain list parallel",
     "lr_find": "drivetrain tune what=lr runs the range test",
     "lr_finder": "drivetrain tune what=lr runs the range test",
-    "param_grid": "a sweep does it: drivetrain train -m optimizer.lr=0.1,0.01",
-    "split_batches": "batch.global_batch is of all devices together",
+    "param_grid": "use a sweep: drivetrain train -m optimizer.lr=0.1,0.01",
+    "split_batches": "batch.global_batch counts all devices together",
     "train_on_inputs": "data=instructions counts the answers alone, data=text every token",
     **dict.fromkeys(("backend", "dist_backend", "parallel.backend"), "it is NCCL between GPUs and gloo between CPUs"),
-    **dict.fromkeys(("signal", "requeue", "preemption"), "SIGTERM saves and ends a run, and resume=auto goes on"),
+    **dict.fromkeys(("signal", "requeue", "preemption"), "SIGTERM saves and ends a run; resume=auto continues it"),
     **dict.fromkeys(("slurm", "partition", "launcher"), "a sweep is submitted by hydra/launcher=submitit_slurm behind -m"),
     **dict.fromkeys(("sweep", "sweeper", "n_trials", "search"), "-m sweeps, with hydra/sweeper=optuna for a search"),
     **dict.fromkeys(("opset", "opset_version", "export_format"), "drivetrain export RUN onnx"),
     **dict.fromkeys(("submission", "oof", "pseudo_label"), "drivetrain predict RUN FILE --out FILE writes predictions"),
-    **dict.fromkeys(("task=dpo", "task=preference", "loss=dpo"), "examples/dpo has it as a loss of your own: loss=own"),
+    **dict.fromkeys(("task=dpo", "task=preference", "loss=dpo"), "examples/dpo writes it as your own loss: loss=own"),
     **dict.fromkeys(("augment=albumentations", "augment=kornia"), "call it in __getitem__ of a Dataset of your own: data=own"),
     "lookback": "windows of a series are made in a Dataset of your own: data=own",
     "horizon": "windows of a series are made in a Dataset of your own: data=own",
     "from_logits": "losses take logits",
     "loss_scale": "precision=amp scales the loss and adapts the scale",
-    "time_limit": "the shell's `timeout` sends SIGTERM, at which a run saves: resume=auto goes on",
+    "time_limit": "the shell's `timeout` sends SIGTERM, at which a run saves; resume=auto continues it",
     "eval_only": "drivetrain evaluate RUN evaluates it again",
     "evaluate_only": "drivetrain evaluate RUN evaluates it again",
     "only_eval": "drivetrain evaluate RUN evaluates it again",
-    "training": "its settings stand by themselves here: epochs, batch.global_batch, optimizer.lr",
+    "training": "its settings are top-level here: epochs, batch.global_batch, optimizer.lr",
     "task=detect": "detection has no task of its own: task=own with your model, loss and Dataset",
     "task=object_detection": "detection has no task of its own: task=own with your model, loss and Dataset",
     "task=detection": "detection has no task of its own: task=own with your model, loss and Dataset",
-    "silent": "say -q for the result alone",
-    "quiet": "say -q for the result alone",
+    "silent": "-q prints only the result",
+    "quiet": "-q prints only the result",
     **dict.fromkeys(
         ("model=random_forest", "model=lightgbm", "model=catboost", "model=gradient_boosting", "model=xgboost"), BOOSTING
     ),
 }
-USUAL = {  # of a group that is switched on by true
+USUAL = {  # the option of a group that is set to true
     "adapter": "lora", "checkpointing": "blocks", "clip": "norm", "compile": "inductor", "debug": "fast", "ema": "ema",
     "parallel": "ddp", "saving": "last", "stop": "early",
 }  # fmt: skip
-OF_NUMBER = {  # of a group that is given a number → the setting that it is of
+OF_NUMBER = {  # group → the setting that takes the number given to it
     "batch": "batch.global_batch", "clip": "clip=norm clip.max_norm", "ema": "ema=ema ema.decay", "loader": "loader.num_workers",
     "optimizer": "optimizer.lr", "parallel": "parallel=ddp parallel.nproc", "saving": "saving.every_updates",
     "scheduler": "optimizer.lr", "stop": "stop=early stop.patience",
 }  # fmt: skip
-TRANSFORMERS = r"bert|gpt2|llama|qwen|mistral|gemma|electra|/|\b(opt|t5|phi)-"  # in the names of its models
-NOTES = {  # names that mean another amount, or need more
+TRANSFORMERS = r"bert|gpt2|llama|qwen|mistral|gemma|electra|/|\b(opt|t5|phi)-"  # in names of transformers' models
+NOTES = {  # names with another unit here, or with further settings
     "model=linear": "with model.hidden=[]",
     "model=logistic_regression": "with model.hidden=[]",
     "metrics=balanced_accuracy": "its mean over the classes is the balanced accuracy",
@@ -980,29 +980,29 @@ BY_SPELLING = {folded(name): name for name in (*ELSEWHERE, *NOT_HERE)}
 
 
 def is_known(word: str) -> bool:
-    """True if another tool has this setting, and it is known what answers it here."""
+    """True if another tool has this setting and the tables here have an answer."""
     return folded(word) in BY_SPELLING
 
 
 def here(given: str) -> str | None:
-    """The name here of another tool's setting, however it is spelt; None where that is not known."""
+    """The name here of another tool's setting, in any spelling; None for an unknown one."""
     return ELSEWHERE.get(BY_SPELLING.get(folded(given), ""))
 
 
 def parts(name: str) -> list[str]:
-    """The words of a name, each as it is said here."""
+    """The words of a name, each replaced by drivetrain's word."""
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)
     singular = (word.lower().removesuffix("s") if len(word) > 3 else word.lower() for word in words)
     return [said for word in singular if (said := MEANS.get(word, word))]
 
 
 def _in_a_group(given: str) -> bool:
-    """True for a key of a group's setting, which one of another group is seldom meant by."""
+    """True for the key of a group's setting: it seldom means one of another group."""
     return "." in given and "=" not in given
 
 
 def by_words(given: str, names: Mapping[str, str]) -> list[str]:
-    """The names, of here or another tool, whose words are the most like those of `given`; [] where none is like it."""
+    """The names, drivetrain's or another tool's, with words most similar to those of `given`; [] where none is similar."""
     found = {name: {*parts(name)} for name in (*names, *ELSEWHERE, *NOT_HERE) if ("=" in name) == ("=" in given)}
     often, mine = Counter(word for words in found.values() for word in words), {*parts(given)}
 
@@ -1015,7 +1015,7 @@ def by_words(given: str, names: Mapping[str, str]) -> list[str]:
 
 
 def by_description(given: str, described: Mapping[str, str]) -> list[str]:
-    """The settings (what to write → its name and description) that have the most of the words of `given`; [] for too few."""
+    """The settings (text to type → name and description) that share most words with `given`; [] for too few."""
     mine, words = {*parts(given)}, {mend: {*parts(text)} for mend, text in described.items()}
     often = Counter(word for each in words.values() for word in each)
     whole = sum(1 / (1 + math.log(max(1, often[word]))) for word in mine)
@@ -1027,7 +1027,7 @@ def by_description(given: str, described: Mapping[str, str]) -> list[str]:
 def suggestion(given: str, name: str, known: Iterable[str], everything: Callable[[], Mapping[str, str]] = dict) -> str:
     """The hint instead of `given` (a key, or group=option), which ends in `name`: its name here, or a similar one.
 
-    `everything` has what to write for each name of any group, for where none of the `known` names is similar.
+    `everything` has the text to type for each name of any group, used where none of the `known` names is similar.
     """
     near = get_close_matches(folded(name), map(folded, known), cutoff=TYPED)
     spelt = [BY_SPELLING.get(folded(word)) for word in (given, *(() if near else (name,)))]

@@ -20,10 +20,10 @@ from drivetrain.loader.base import Ahead, Loader, Pipeline, ReadBatch, reading_a
 
 
 class Dali(Loader):
-    """DALI decodes JPEGs, crops and resizes them; augmentation and all else equal the other loaders'.
+    """DALI decodes JPEGs, crops and resizes them; augmentation and everything else are as in the other loaders.
 
     Samples, order and crops are the same, but pixels differ by one or two levels of 255, because DALI resizes differently.
-    Files other than plain JPEGs, and batches that DALI fails on, are decoded as by the other loaders.
+    Files other than plain JPEGs, and batches on which DALI fails, are decoded as by the other loaders.
     """
 
     effect = "changes"
@@ -113,7 +113,7 @@ class FileBatches:
         self.pipeline, self.requests, self.size = pipeline, requests, size
         self.at_dali: deque[FileBatch] = deque()
         self.too_large: Request | None = None  # the request that ended the batches
-        self.error: DataError | None = None  # raised after the last batch: DALI would replace it by an error of its own
+        self.error: DataError | None = None  # raised after the last batch: DALI would replace it by its own error
 
     def __call__(self) -> Any:
         try:

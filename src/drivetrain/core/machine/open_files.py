@@ -1,4 +1,4 @@
-"""Positions in open files, which a forked process shares with its parent: reads of either would move the other's."""
+"""Positions in open files. A forked process shares them with its parent, so that reads of one would move the other's."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 
-DESCRIPTORS = "/proc/self/fd"  # another system than Linux has none: there nothing can be opened again
+DESCRIPTORS = "/proc/self/fd"  # only on Linux: elsewhere nothing can be opened again
 LISTED = "/dev/fd"
 
 
 def positions() -> dict[int, tuple[int, int, int]]:
-    """Return where this process is in the files that it can read, by descriptor: offset, device, inode. Logs serve no sample."""
+    """Return this process's positions in readable files, by descriptor: offset, device, inode.
+
+    Write-only files such as logs have none.
+    """
     import fcntl
 
     found = {}
     with contextlib.suppress(OSError):
         for number in map(int, os.listdir(LISTED)):
-            with contextlib.suppress(OSError):  # the descriptor of the list itself, which is closed by now
+            with contextlib.suppress(OSError):  # the listing's own descriptor, closed by now
                 about = os.fstat(number)
                 if stat.S_ISREG(about.st_mode) and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
                     found[number] = os.lseek(number, 0, os.SEEK_CUR), about.st_dev, about.st_ino
@@ -26,7 +29,7 @@ def positions() -> dict[int, tuple[int, int, int]]:
 
 
 def opened_again(number: int) -> int | None:
-    """Return a new descriptor of an open file that is only read; None where this cannot be."""
+    """Return a new descriptor of a read-only open file; None where that is impossible."""
     import fcntl
 
     try:
@@ -39,7 +42,7 @@ def opened_again(number: int) -> int | None:
 
 
 def _own(before: Mapping[int, tuple[int, int, int]]) -> None:
-    """In a forked process: open what is only read again, at the positions that its parent had."""
+    """In a forked process: reopen read-only files at the parent's positions."""
     for number, (offset, *_) in before.items():
         new = opened_again(number)
         if new is not None:
@@ -48,8 +51,8 @@ def _own(before: Mapping[int, tuple[int, int, int]]) -> None:
             os.close(new)
 
 
-_before: dict[int, tuple[int, int, int]] = {}  # the fork that is under way
-_forks = 0  # contexts of `apart_after_fork` that are entered
+_before: dict[int, tuple[int, int, int]] = {}  # for the current fork
+_forks = 0  # open contexts of `apart_after_fork`
 
 
 def _note() -> None:
@@ -59,7 +62,7 @@ def _note() -> None:
 
 @contextlib.contextmanager
 def apart_after_fork() -> Iterator[None]:
-    """Within the context a process that this one forks gets positions of its own in the files that are only read."""
+    """Within the context forked processes get their own positions in read-only files."""
     global _forks
     _forks += 1
     try:

@@ -1,7 +1,7 @@
 """Signals that stop a run: the handler sets a flag, and the loop saves and stops at its next update.
 
-A run that waits for data may never get to its next update. So the flag also says for how long it waits then: for each batch
-anew, since an update of many micro-batches lasts as long as it lasts.
+A run that waits for data may never reach its next update. So the flag also bounds this wait. It bounds the wait for each batch,
+because an update with many micro-batches may take long.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import ClassVar
 from drivetrain.core.errors import Interrupted
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-STOP_WAIT_S = 10.0  # that a run which was told to stop waits for its next batch, so that it can finish the update and save
+STOP_WAIT_S = 10.0  # the longest wait of a stopping run for its next batch, to finish the update and save
 SOON_S = 0.5  # the same between two updates, where it can save at once
-NUDGE_S = 0.2  # between two looks at whether a read of the main thread's own has lasted too long
-AGAIN_S = 0.05  # until a signal that came at a bad moment is raised again
-# Modules in which an exception would be dropped, or leave ranks behind that torch has started and does not know of yet.
+NUDGE_S = 0.2  # between two checks of a read in the main thread
+AGAIN_S = 0.05  # until a signal that arrived at a bad moment is raised again
+# Modules in which an exception would be dropped, or would leave ranks that torch has started and not yet registered.
 DROPPING = ("logging", "multiprocessing.popen_fork", "torch.multiprocessing.spawn", "weakref")
-NUDGE = getattr(signal, "SIGURG", None)  # ends its system call; a process that has no handler for it ignores it
+NUDGE = getattr(signal, "SIGURG", None)  # ends a system call; a process without a handler ignores it
 
 
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], None], to_the_end: bool = False) -> Iterator[None]:
     """Within the context the signals that stop a run call this handler. Only the main thread may use it.
 
-    Where the process ends with it (`to_the_end`), what ignores signals by then goes on to do so.
+    Where the process ends with the context (`to_the_end`), signals that are ignored by then stay ignored.
     """
     mine = [number for number in STOP_SIGNALS if signal.getsignal(number) is not None]  # None: set by a library in C
     before = {number: signal.signal(number, handler) for number in mine}
@@ -45,7 +45,7 @@ def handled_by(handler: Callable[[int, FrameType | None], None], to_the_end: boo
 
 
 class SignalForwarder(ExitStack):
-    """Within the context a signal that stops a run sets `raised` to its number, and is forwarded to what runs."""
+    """Within the context a signal that stops a run sets `raised` to its number, and is forwarded to the running program."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class SignalForwarder(ExitStack):
 
     @contextmanager
     def to(self, send: Callable[[int], object]) -> Iterator[None]:
-        """Within the context signals go to `send`, also one that has come already."""
+        """Within the context signals go to `send`, also one that has already arrived."""
         self._send = send
         if self.raised:
             send(self.raised)
@@ -75,13 +75,13 @@ class SignalForwarder(ExitStack):
 
 
 class Overdue(KeyboardInterrupt):
-    """A read of the main thread's own lasts too long, in a run that was told to stop."""
+    """A read in the main thread takes too long in a stopping run."""
 
 
 class StopFlag:
     """A context manager: the first SIGTERM, SIGINT or SIGUSR1 sets `raised` to its number; a later Ctrl-C interrupts at once.
 
-    After the `last` work of a process, which has a result, its signals are ignored: the exit code is the result's.
+    After the `last` work of a process signals are ignored: its result sets the exit code.
     """
 
     _of_run: ClassVar[StopFlag | None] = None  # the flag of the run that this process trains
@@ -89,7 +89,7 @@ class StopFlag:
     def __init__(self, last: bool = False) -> None:
         self.raised, self._at, self._last = 0, 0.0, last
         self._patience, self._may_stop = STOP_WAIT_S, False
-        self._reads_since: float | None = None  # when the main thread began the read that it is at
+        self._reads_since: float | None = None  # the start of the main thread's current read
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopFlag:
@@ -98,40 +98,40 @@ class StopFlag:
             if NUDGE is not None:
                 self._before[NUDGE] = signal.signal(NUDGE, self._end_read)
             StopFlag._of_run = self
-            for raise_if_interrupted in _ended_by_signals:  # by a signal whose exception somebody has caught, as imports may
+            for raise_if_interrupted in _ended_by_signals:  # for a signal whose exception was caught, as imports may do
                 raise_if_interrupted()
         return self
 
     @classmethod
     def told_to_stop(cls) -> bool:
-        """Return whether this process's run was told to stop."""
+        """Return whether this process's run has got a signal to stop."""
         return cls._of_run is not None and bool(cls._of_run.raised)
 
     @classmethod
     def waited_long_enough(cls, since: float, grace: float = 0.0) -> bool:
-        """Return whether the run must give up a wait: it was told to stop.
+        """Return whether a stopping run must give up a wait.
 
-        The wait began at `since`. What counts is its time after the signal.
+        The wait began at `since`; only its time after the signal counts.
         """
         flag = cls._of_run
         return flag is not None and bool(flag.raised) and time.monotonic() - max(flag._at, since) > flag._patience + grace
 
     @classmethod
     def can_save_now(cls, can: bool) -> None:
-        """Set whether the run could save at this point: then it soon stops waiting once it was told to stop."""
+        """Set whether the run could save now: if so, it stops waiting soon after a signal."""
         if cls._of_run is not None:
             cls._of_run._patience = SOON_S if can else STOP_WAIT_S
 
     @classmethod
     def nothing_to_save(cls) -> None:
-        """Note that all of the run is saved, or is to be thrown away: told to stop, it need not reach an update."""
+        """Note that all of the run is saved or to be discarded: at a signal it need not reach an update."""
         cls.can_save_now(True)
         if cls._of_run is not None:
             cls._of_run._may_stop = True
 
     @classmethod
     def stop_here(cls, stops: Callable[[], bool]) -> None:
-        """Raise Interrupted where this process's run was told to stop and has `nothing_to_save`, or where `stops` says so."""
+        """Raise Interrupted if this process's run is stopping and has `nothing_to_save`, or if `stops()` is true."""
         if (cls._of_run is not None and cls._of_run._may_stop and cls._of_run.raised) or stops():
             raise Interrupted("stopped by a signal while a data set was evaluated")
 
@@ -139,7 +139,7 @@ class StopFlag:
     def ends_reads(cls) -> AbstractContextManager[object]:
         """Return a context, for any number of reads of data by this thread.
 
-        The main thread's raise Overdue once it was told to stop and has waited long enough.
+        In the main thread a read raises Overdue once the run is stopping and has waited long enough.
         """
         flag = cls._of_run
         return nullcontext() if flag is None or threading.current_thread() is not threading.main_thread() else _Read(flag)
@@ -153,7 +153,7 @@ class StopFlag:
                 _thread.start_new_thread(self._nudge, (NUDGE,))
 
     def _nudge(self, number: int) -> None:
-        """Have `_end_read` called in the main thread while it reads and should not any longer."""
+        """Have `_end_read` called in the main thread while its read is overdue."""
         while StopFlag._of_run is self:
             if self._read_lasts():
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
@@ -174,7 +174,7 @@ class StopFlag:
 
 
 class _Read:
-    """The context of a read: a class, since a generator takes as long as a small batch."""
+    """The context of a read. It is a class, because a generator takes as long as a small batch."""
 
     def __init__(self, flag: StopFlag) -> None:
         self._flag = flag
@@ -186,23 +186,23 @@ class _Read:
         self._flag._reads_since = None
 
 
-_ended_by_signals: list[Callable[[], None]] = []  # of each such context that this process is in: what raises a dropped exception
+# By each open `ended_by_signals` of this process: the function that raises a dropped exception.
+_ended_by_signals: list[Callable[[], None]] = []
 
 
 @contextmanager
 def ended_by_signals(to_the_end: bool = False) -> Iterator[Callable[[], None]]:
     """Within the context the signals that stop a run raise KeyboardInterrupt, so that every `finally` runs.
 
-    Launchers send the first signal twice, to the process and to its group: one within a second of the first does nothing,
-    because it would interrupt a `finally`.
+    Launchers send the first signal twice, to the process and to its group. A signal within a second of the first does nothing,
+    because it would interrupt a `finally`. Python might still drop the exception, so the context's value is a function that
+    raises it: call it now and then. The end of the context calls it too, also after an error, because an interrupted import turns
+    the exception into one.
 
-    Where Python might still drop the exception, the context's value is a function that raises it: call it now and then. The end
-    of the context calls it too, also where an error leaves it, which an interrupted import makes of the exception.
-
-    Only the main thread may set handlers: another one leaves them as they are.
+    Only the main thread may set handlers: another one leaves them unchanged.
     """
-    first: float | None = None  # when the first signal came
-    dropped, here = False, os.getpid()  # whether one came where Python drops exceptions, and has not come again
+    first: float | None = None  # the time of the first signal
+    dropped, here = False, os.getpid()  # whether one arrived where Python drops exceptions, and has not been raised again
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal first, dropped
@@ -234,11 +234,11 @@ def ended_by_signals(to_the_end: bool = False) -> Iterator[Callable[[], None]]:
 
 
 def comes_again(number: int, frame: FrameType | None, here: int, wanted: Callable[[], bool] = lambda: True) -> bool:
-    """In a handler: return whether its exception would be dropped here. Then the signal comes again soon, if still `wanted`.
+    """In a handler: return whether its exception would be dropped here.
 
-    Python drops one that is raised in a fork hook or a destructor, and logging catches one that is raised while it writes a
-    line. One that is raised while torch starts ranks takes from it those that it has started. A process that was just forked
-    from the one that set the handler, whose id is `here`, has no handler of its own yet.
+    If so, the signal is raised again soon, if still `wanted`. Python drops exceptions in a fork hook or a destructor, and
+    logging catches them while it writes a line. An exception while torch starts ranks would make it lose the started ones.
+    `here` is the id of the process that set the handler: a process just forked from it has no handler of its own yet.
     """
     if os.getpid() == here and not _drops_exceptions(frame):
         return False
@@ -253,10 +253,10 @@ def _raise_again(number: int, wanted: Callable[[], bool]) -> None:
 
 
 def _drops_exceptions(frame: FrameType | None) -> bool:
-    """True if an exception that is raised in this frame is lost in it or in one that called it, in this process.
+    """True if an exception raised in this frame is lost in it, or in one of its callers in this process.
 
-    A process of multiprocessing begins with `_bootstrap`. What stands before it in a forked one is the parent's, the fork itself
-    for one, and stays there until the process ends.
+    A process of multiprocessing begins with `_bootstrap`. In a forked one the frames below it are the parent's, such as the
+    fork itself, and stay until the process ends.
     """
     while frame is not None:
         module, function = frame.f_globals.get("__name__"), frame.f_code.co_name

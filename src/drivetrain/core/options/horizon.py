@@ -1,4 +1,4 @@
-"""The number of updates of a run, and lengths such as 500 updates, 5 epochs ("5ep") or a share of the run."""
+"""The number of updates of a run; lengths such as 500 updates, 5 epochs ("5ep") or a share of the run."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Horizon(NamedTuple):
         return begin + (epochs - whole) * (self.ends[whole] - begin)
 
     def at_most(self, updates: int | None) -> Horizon:
-        """The horizon of a run that stops after so many updates, if it has not ended before; None: no limit."""
+        """The horizon of a run that stops after at most `updates`; None: no limit."""
         return self if updates is None else self._replace(updates=min(updates, self.updates))
 
 
 def run_horizon(run: RunSpec, samples: int | None = None, batch: Batch | None = None) -> Horizon | None:
-    """The horizon of a run over so many training samples; None where the data must be read first, or gives no update.
+    """The horizon of a run over so many training samples; None where the data must be read first, or fills no update.
 
-    `batch` is the batch option as it was built over the data, where it has been.
+    `batch` is the batch option built over the data, if there is one.
     """
     samples = run.data.train_samples() if samples is None else samples
     epochs, batch, drop_last = run.values["epochs"], batch or run.batch, run.data.drop_last
@@ -93,7 +93,7 @@ class Progress:
     samples: int = 0
     skipped: int = 0
     evaluated: int = -1  # the update of the last evaluation
-    evaluation_due: bool = False  # the last update is to be evaluated still: a signal came before that was done
+    evaluation_due: bool = False  # the last update is not yet evaluated: a signal came before
     final: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
     ranked: dict[int, tuple[float, float]] = field(default_factory=dict)  # update → its evaluation's place, the best first
@@ -107,7 +107,10 @@ class Progress:
     def record_evaluation(
         self, metrics: dict[str, float], place: tuple[float, float] | None, tables: Mapping[str, object] | None = None
     ) -> None:
-        """Record an evaluation and its place among the others, the least the best. One without a place cannot be the best."""
+        """Record an evaluation and its place among the others; the lowest place is the best.
+
+        One without a place cannot be the best.
+        """
         if place is not None:
             if all(place < other for other in self.ranked.values()):
                 self.best = {**metrics, "update": self.updates}
@@ -115,7 +118,7 @@ class Progress:
         self.evaluated, self.final, self.tables = self.updates, metrics, dict(tables or {})
 
     def state_dict(self) -> StateDict:
-        """Return what a resumed run needs."""
+        """Return the state for a resumed run."""
         return asdict(self)
 
     def load_state_dict(self, state: StateDict) -> None:

@@ -14,12 +14,12 @@ from drivetrain.core.errors import UserError, without_logins
 
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _OTHER_THAN_TEXT = re.compile(r"true|false|null|nan|inf", re.I)  # words that Hydra reads as a value of another type
-# Quoted texts, and what stands between the signs of lists and calls; in a mapping also between keys and values.
+# Quoted texts, and the text between the signs of lists and calls; in a mapping also between keys and values.
 _PART = re.compile(r"""'[^']*'|"[^"]*"|[^,\[\](){}'"]+""")
 _PART_OF_MAPPING = re.compile(r"""'[^']*'|"[^"]*"|[^,\[\](){}:'"]+""")
 _OF_TABLES = re.compile(r"data\.(target|columns|image|text|label|delimiter|decimal|na)")  # keys whose values name columns
 _PART_OF_NAMES = re.compile(r"""'[^']*'|"[^"]*"|[^,\[\]'"]+""")
-MAX_LENGTH = 2**15  # characters of one override: Hydra's parser takes minutes for those that the system would allow
+MAX_LENGTH = 2**15  # characters of one override: Hydra's parser takes minutes for the longest that the system allows
 MAX_DEPTH = 8  # levels of lists and mappings in a value, on the command line as in a recipe
 SECRET = re.compile(r"(api_?key|token|secret|password)$", re.I)
 
@@ -44,7 +44,7 @@ def parse(text: str) -> Any:
     """Parse one override with Hydra. Raises HydraException, or ValueError for a number of more than 4,300 digits.
 
     `~/` in front of a path becomes the user's home, as in a shell. An address of a recipe needs no quotes for its # and =,
-    nor does a target for its comparison, nor a text for letters that Hydra's grammar does not know, such as ö.
+    nor does a target for its comparison, nor a text for letters unknown to Hydra's grammar, such as ö.
     """
     from hydra.errors import HydraException
 
@@ -70,7 +70,7 @@ def parse(text: str) -> Any:
 
 
 def _typed_columns(value: str) -> list[str]:
-    """The columns that a mapping gives types to, as a list: a config's keys are plain names. The others go with them."""
+    """The columns of a mapping to types, as a list, because a config's keys must be plain names. Others are appended."""
     pairs = [part.rpartition(":") for part in value[1:-1].split(",") if part.strip()]
     types = [f"{name.strip().strip(chr(39) + chr(34))}:{kind.strip()}" for name, _, kind in pairs]
     return [name for name in types if name != "*:unused"] + ([] if "*:unused" in types else ["*"])
@@ -84,7 +84,7 @@ def _with_columns(value: str) -> str:
 
 
 def _quoted(part: str) -> str:
-    """A part of a value, in quotes where it is a plain text that has letters which Hydra's grammar does not know."""
+    """A part of a value, quoted if it is a plain text with letters unknown to Hydra's grammar."""
     return part if part.isascii() or part[0] in "'\"" else format_value(part.strip())
 
 
@@ -127,7 +127,7 @@ def parse_each(overrides: Iterable[str], form: str, problems: list[str]) -> Iter
 
 
 def _as_it_parses(text: str) -> str:
-    """The hint for a value with braces or for a path, of the first form that can be parsed."""
+    """The hint for a value with braces or for a path: the first form that can be parsed."""
     from hydra.errors import HydraException
 
     key, _, value = text.partition("=")
@@ -141,7 +141,7 @@ def _as_it_parses(text: str) -> str:
 
 
 def _depth(value: str) -> int:
-    """The depth to which the brackets of a value stand within each other; those in quotes are text."""
+    """The nesting depth of a value's brackets; brackets in quotes are text."""
     depth = deepest = 0
     for part in re.findall(r"""\\.|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[\[{(]|[\])}]""", value):
         depth += (part in "[{(") - (part in "])}")
@@ -174,13 +174,13 @@ def format_value(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{_key(k)}:{format_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, str) and (not _WORD.fullmatch(value) or _OTHER_THAN_TEXT.fullmatch(value)):
-        # Within quotes a backslash stands for itself, except before a quote.
+        # Within quotes a backslash is literal, except before a quote.
         return "'" + re.sub(r"(\\+)(?='|\Z)", r"\1\1", value).replace("'", "\\'") + "'"
     return str(value)
 
 
 def words_of(verb: str, overrides: Iterable[str], keywords: Mapping[str, object]) -> list[str]:
-    """The overrides that a function of the package was given, with its keywords as further ones. Raises UserError.
+    """The overrides passed to a function of the package, with its keywords as further ones. Raises UserError.
 
     A keyword's text is as on the command line: optimizer="sgd,adamw" is a sweep.
     """
@@ -190,5 +190,5 @@ def words_of(verb: str, overrides: Iterable[str], keywords: Mapping[str, object]
 
 
 def _key(key: object) -> str:
-    """A mapping's key, which Hydra's grammar lets nobody quote."""
+    """A mapping's key: Hydra's grammar has no quotes for it."""
     return re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", key) if isinstance(key, str) else format_value(key)

@@ -16,11 +16,11 @@ ForwardInput = Literal["auto", "keywords", "positions", "one"]  # the top-level 
 
 @dataclass(frozen=True)
 class ModelCall:
-    """Calls a forward with a dict's values as keywords, with a tuple's items as positions, or with everything as one argument."""
+    """Calls a forward with a dict's values as keywords, a tuple's items as positions, or everything as one argument."""
 
     how: Literal["keywords", "positions", "one"]
-    output: str | None = None  # the part of what it returns that is the output; None: all of it
-    whole: bool = False  # the loss gets all of it
+    output: str | None = None  # the part of the returned value that is the output; None: all of it
+    whole: bool = False  # the loss gets the whole returned value
 
     @classmethod
     def chosen(cls, setting: ForwardInput, x: Tree, output: str | None = None, whole: bool = False) -> ModelCall:
@@ -34,15 +34,15 @@ class ModelCall:
         return cls(setting, output, whole)
 
     def arguments(self, x: Tree) -> Tree:
-        """Return what `trees.call` calls the model with: a tensor, a tuple of positions or a dict of keywords."""
+        """Return the model's arguments for `trees.call`: a tensor, a tuple of positions or a dict of keywords."""
         if self.how == "positions":
             return tuple(x.values() if isinstance(x, dict) else x)
         return x if self.how == "keywords" or isinstance(x, torch.Tensor) else (x,)
 
     def taking_batches(self, forward: Callable[..., object]) -> Forward:
-        """Return `forward` as a function of a batch's inputs, or of its own arguments, with which a user's loss may call it.
+        """Return `forward` as a function of a batch's inputs, or of its own arguments, as a user's loss may call it.
 
-        For one argument it is `forward` itself: it costs nothing.
+        With one argument it is `forward` itself, which costs nothing.
         """
         if self.output is not None and not self.whole:
             forward, whole = (lambda *given, **keywords: part(whole(*given, **keywords), self.output or "")), forward
@@ -57,11 +57,11 @@ class ModelCall:
         return called
 
     def measured(self, output: Tree) -> Tree:
-        """Return what metrics and predictions take, of what the loss gets. Raises UserError."""
+        """Return the part of the loss's input that metrics and predictions take. Raises UserError."""
         return self.output_of(output) if self.whole else output
 
     def output_of(self, returned: object) -> Tree:
-        """Return the output in what the model returned. Raises UserError."""
+        """Return the output within the value that the model returned. Raises UserError."""
         if self.output is None:
             return returned
         try:

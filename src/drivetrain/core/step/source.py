@@ -17,16 +17,16 @@ from drivetrain.core.world import World
 class Source(Protocol):
     """Samples that are read by index, a batch at a time. A class declares its further abilities; by default none."""
 
-    parallel_read: bool = False  # reading one sample is work, such as decoding, which threads should share
+    parallel_read: bool = False  # reading a sample is expensive, such as decoding, so that threads share it
     crops: bool = False  # it crops samples while it reads them (CroppingSource)
     decodes_files: bool = False  # samples are image files, which a loader may decode itself
     own_code: OwnCode | None = None  # a user's code reads the samples (OwnCodeSource)
     order: Indices | None = None  # the order that training takes, from (seed, epoch); None: a random permutation
     in_order: bool = False  # a stream: samples are read one after the other
-    # (n,) of sequences: the length of each sample, known without reading it (SequenceSource). Where there is a target for each
-    # token, it is the number of tokens that count in the loss.
+    # (n,) the length of each sequence, known without reading it (SequenceSource). With a target for each token it counts the
+    # tokens that count in the loss.
     lengths: torch.Tensor | None = None
-    groups: torch.Tensor | None = None  # (m,) how many samples each group has, of groups that follow each other (GroupedSource)
+    groups: torch.Tensor | None = None  # (m,) the number of samples in each of the successive groups (GroupedSource)
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -36,7 +36,7 @@ class Source(Protocol):
         """Return inputs (n, …) and targets (n, …) of the samples `indices` (n,): tensors, or trees of them."""
 
     def name(self, index: int) -> str | None:
-        """Return what messages call a sample; None: it has no name."""
+        """Return a sample's name for messages; None: it has none."""
         return None
 
     def labels(self) -> torch.Tensor | None:
@@ -50,17 +50,20 @@ class Source(Protocol):
     def identities(self) -> Sequence[str | bytes] | torch.Tensor | None:
         """Return a text, or a whole number of 64 bits, for each sample that is the same in every run, on every machine.
 
-        Samples that share one stay together where a validation set is held out. None: the content of tensors, else the numbers
-        of the samples, stand for it. Where samples have `groups`, there is one for each group.
+        Samples that share one stay together where a validation set is held out. None: the content of tensors identifies samples,
+        else their numbers. Where samples have `groups`, there is one text for each group.
         """
         return None
 
     def skipped(self) -> list[str] | None:
-        """Return the names of samples that could not be read and were replaced; None: none ever is."""
+        """Return the names of samples that could not be read and were replaced; None: the source never replaces any."""
         return None
 
     def taken(self, world: World, seed: int, on_exit: ExitStack) -> Source:
-        """Return the source that training reads until `on_exit`. Of a stream it uses samples up; all else only looks."""
+        """Return the source that training reads until `on_exit`.
+
+        Only this source uses up a stream's samples; all other readers only look.
+        """
         return self
 
     def subset(self, indices: torch.Tensor) -> Source:
@@ -72,7 +75,7 @@ class SequenceSource(Source, Protocol):
     """A source of sequences of several lengths, which pads each batch on the right with targets that the loss ignores."""
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[Tree, Tree]:
-        """Return inputs and targets (n, length), their length a multiple of `pad_to` or the longest sample there is."""
+        """Return inputs and targets (n, length); the length is a multiple of `pad_to`, or the longest sample's."""
 
 
 class GroupedSource(Source, Protocol):
@@ -86,30 +89,30 @@ class OwnCode(Protocol):
     """A user's code that reads samples, and may draw random numbers."""
 
     def keeps(self) -> dict[str, object]:
-        """Return what the user brought by name: a Dataset, and a function that makes batches."""
+        """Return the user's objects by name: a Dataset, and a function that makes batches."""
 
     def drawn(self) -> list[str]:
-        """Return what the samples that were read so far, but not by threads, drew from, such as numpy."""
+        """Return the random streams (such as numpy's) that the samples read so far drew from, without reads by threads."""
 
     def unshareable(self, threads: bool) -> str | None:
         """Return why threads, or else forked processes, cannot read the samples at once; None: they can."""
 
     def share(self, watch_torch: bool) -> None:
-        """Prepare for reads by threads. With `watch_torch` nobody else draws from torch's stream of the CPU meanwhile."""
+        """Prepare for reads by threads. With `watch_torch` no other code draws from torch's CPU stream meanwhile."""
 
     def suspected(self) -> bool:
-        """Return whether samples that threads have read since the last question may have drawn."""
+        """Return whether samples that threads have read since the last call may have drawn random numbers."""
 
 
 class OwnCodeSource(Source, Protocol):
     """A source of samples that a user's code reads."""
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1, draws: tuple[int, int] | None = (0, 0)) -> tuple[Tree, Tree]:
-        """Return the samples. What they draw follows from `draws`, a seed and an epoch; None: it is left as it comes."""
+        """Return the samples. Their random draws follow from `draws` (a seed and an epoch); None: they are not seeded."""
 
 
 class Subset(Source):
-    """A view of a source, which reads through it. What else the source can do for its samples, it can do for these."""
+    """A view of a source, which reads through it. Its samples have all the source's abilities."""
 
     def __init__(self, source: Source, indices: torch.Tensor) -> None:
         self.source, self.indices = source, indices
@@ -123,7 +126,7 @@ class Subset(Source):
 
     def fetch(self, indices: torch.Tensor, *options: object) -> tuple[Tree, Tree]:
         """Return the samples at these positions of the view."""
-        again = indices - index_of(indices)  # which samples come again (core/order.py)
+        again = indices - index_of(indices)  # the repeats of samples (core/order.py)
         return self.source.fetch(self.indices[index_of(indices)] + again, *options)
 
     def name(self, index: int) -> str | None:
@@ -150,14 +153,14 @@ class Subset(Source):
 
 
 def original(source: Source, index: int) -> tuple[Source, int]:
-    """Return the source that a view is of, and a sample's number in it."""
+    """Return a view's source, and a sample's number in it."""
     while isinstance(source, Subset):
         index, source = int(source.indices[index]), source.source
     return source, index
 
 
 class CropBox(Protocol):
-    """A random crop of one image, whose size becomes known when its file is read."""
+    """A random crop of one image. Only reading the file gives the image's size."""
 
     interpolation: str  # bilinear or bicubic: how the crop is resized
 
@@ -166,7 +169,7 @@ class CropBox(Protocol):
 
 
 class CroppingSource(Source, Protocol):
-    """A source of images that crops each while it reads it, before the image is resized."""
+    """A source that crops each image while it reads it, before resizing."""
 
     def fetch(self, indices: torch.Tensor, boxes: Sequence[CropBox] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the images, or the crops `boxes` (n) of them, and their targets."""
@@ -184,7 +187,7 @@ class Normalizer(Protocol):
         """Return the same normaliser for inputs on a device."""
 
     def rounded(self, dtype: torch.dtype) -> Normalizer:
-        """Return the same normaliser with results of this type."""
+        """Return the same normaliser with results of this dtype."""
 
 
 class Augmentation(Protocol):
@@ -202,7 +205,7 @@ class Augmentation(Protocol):
 
 
 class PipelineParts(Protocol):
-    """A source and the work on its samples (loader.Pipeline), as its steps, which are augmentations, and other groups see it."""
+    """A source and the work on its samples (loader.Pipeline), as augmentations and other groups see it."""
 
     @property
     def source(self) -> Source: ...
@@ -215,11 +218,11 @@ class PipelineParts(Protocol):
     @property
     def classes(self) -> int: ...
     @property
-    def crops(self) -> bool: ...  # the source has cropped the samples while it read them
+    def crops(self) -> bool: ...  # the source crops the samples while it reads them
     @property
     def masks(self) -> bool: ...  # targets are masks (n, h, w)
     @property
-    def own_code(self) -> OwnCode | None: ...  # that reads the samples
+    def own_code(self) -> OwnCode | None: ...  # the user's code that reads the samples
 
     def __call__(self, request: Request) -> tuple[Tree, Tree]:
         """Return the inputs and targets of a request, ready for the model."""

@@ -1,4 +1,4 @@
-"""The random streams of a process that code draws from: torch's, numpy's, Python's, and those of generators that objects keep."""
+"""The random streams of a process: torch's, numpy's, Python's, and generators that objects keep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.step import rng
 
-MOST = 10_000  # objects that are looked at for generators
+MOST = 10_000  # objects searched for generators
 ITEMS = 64  # of each container
 LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "torchvision", "numpy", "PIL", "drivetrain"})
 _WORD = (1 << 32) - 1
@@ -28,19 +28,19 @@ _BYTES = 4 * 625  # of a Mersenne Twister in numpy: 624 words and a position
 class RandomStream(Protocol):
     """A source of random numbers whose state can be read and set."""
 
-    name: str  # what messages call it
+    name: str  # its name in messages
 
     def save(self) -> object:
         """Return its state."""
 
     def moved(self, saved: Any) -> bool:
-        """Return whether its state is another one than this, as after a draw."""
+        """Return whether its state differs from this one, as after a draw."""
 
     def restore(self, saved: Any) -> None:
-        """Give it a saved state again."""
+        """Restore a saved state."""
 
     def seed(self, number: int) -> None:
-        """Give it the state that follows from a number of 63 bits."""
+        """Seed it by a number of 63 bits."""
 
 
 class TorchStream:
@@ -82,8 +82,8 @@ class PythonStream:
 class NumpyStream:
     """A numpy.random.RandomState, such as the one of numpy.random.rand.
 
-    numpy takes 70 µs to copy a state. So the words are compared where they are; only where a normal number is kept for the next
-    draw, which moves no word, or where somebody else has drawn, is the state read.
+    numpy takes 70 µs to copy a state, so the words are compared in place. The state is read only after other code has drawn, or
+    where a normal number is kept for the next draw, which moves no word.
     """
 
     name = "numpy"
@@ -91,7 +91,7 @@ class NumpyStream:
     def __init__(self, generator: np.random.RandomState) -> None:
         self._generator = generator
         state = self._state()
-        self._bits: Any = generator._bit_generator  # it has to stay where it is
+        self._bits: Any = generator._bit_generator  # it must not be moved
         self._address: int = self._bits.ctypes.state_address if type(self._bits).__name__ == "MT19937" else 0
         if self._address and self._read() != state["state"]["key"].tobytes() + bytes(
             ctypes.c_int(state["state"]["pos"])
@@ -128,7 +128,7 @@ class NumpyStream:
         if self._keeps_a_number(state):
             self._generator.set_state(state)
         else:
-            self._generator.seed(0)  # it forgets the number that it kept
+            self._generator.seed(0)  # drops the kept number
             ctypes.memmove(self._address, words, _BYTES)
 
     def seed(self, number: int) -> None:
@@ -166,7 +166,7 @@ class NumpyGeneratorStream:
 
 @functools.cache
 def of_process() -> Sequence[RandomStream]:
-    """Return the three streams of this process: torch's of the CPU, numpy's and Python's."""
+    """Return the three streams of this process: torch's on the CPU, numpy's and Python's."""
     python: Any = random
     legacy: Any = np.random.mtrand
     return [TorchStream(torch.random.default_generator), NumpyStream(legacy._rand), PythonStream(python._inst)]
@@ -200,7 +200,7 @@ def kept_by(*roots: object) -> list[RandomStream]:
 
 
 def parts(value: object) -> list[tuple[object, object]]:
-    """Return what an object holds on to, each with its name in it; of large containers the first items, of libraries no code."""
+    """Return an object's parts with their names: of large containers the first items, of libraries no code."""
     if isinstance(value, str | bytes | int | float | types.ModuleType | torch.Tensor) or type(value).__module__ == "numpy":
         return []
     if isinstance(value, dict):
@@ -230,17 +230,17 @@ def _contents(cell: types.CellType) -> object:
 
 
 def is_library(module: str | None) -> bool:
-    """Return whether a module is of a library, whose code is not looked through."""
+    """Return whether a module is a library's: its code is not searched."""
     return (module or "").partition(".")[0] in LIBRARIES
 
 
 def salt(number: int) -> int:
-    """Return what the seed of stream `number` differs by: two generators of one kind would draw alike."""
+    """Return a number to add to the seed of stream `number`, because two generators of one kind would draw alike."""
     return rng.mix(6, number) if number else 0
 
 
 def seed_all(number: int) -> None:
-    """Seed all streams of this process, those of its accelerator included, where it is in use."""
+    """Seed all streams of this process, including its accelerator's if it is in use."""
     for position, stream in enumerate(of_process()):
         stream.seed(number ^ salt(position))
     for device in devices_in_use().values():
@@ -275,8 +275,8 @@ def restore(saved: Mapping[str, torch.Tensor]) -> None:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Within the context, draws move no stream of this process: afterwards they are as before."""
-    before = [(stream, stream.save()) for stream in of_process()]  # no tensors are made: within the context of another device
+    """Within the context draws move no stream of this process: all are restored afterwards."""
+    before = [(stream, stream.save()) for stream in of_process()]  # makes no tensors: another device may be active
     of_devices = {kind: device.get_rng_state() for kind, device in devices_in_use().items()}
     try:
         yield
@@ -292,7 +292,7 @@ def devices_in_use() -> dict[str, types.ModuleType]:
     """Return torch's module of the accelerator by its type, such as "cuda", if this process has started it."""
     from torch import get_device_module
 
-    device = torch.accelerator.current_accelerator()  # the type that torch was built for, whether there is one or not
+    device = torch.accelerator.current_accelerator()  # the type that torch was built for, present or not
     if device is None:
         return {}
     module = get_device_module(device)

@@ -7,11 +7,11 @@ from drivetrain.core.step import trees
 from drivetrain.core.step.source import Source
 from drivetrain.core.step.trees import Tree
 
-WITHOUT_STREAMS = ("cpu", "mps")  # MPS copies straight from the CPU's pages, and may still read them when the host goes on
+WITHOUT_STREAMS = ("cpu", "mps")  # MPS copies straight from the CPU's pages, and may still read them when the call returns
 
 
 def has_streams(device: torch.device) -> bool:
-    """True if a device works in streams, and copies from pinned memory while the host goes on (CUDA, ROCm, XPU)."""
+    """True if a device works in streams, and copies from pinned memory asynchronously (CUDA, ROCm, XPU)."""
     return device.type not in WITHOUT_STREAMS
 
 
@@ -31,12 +31,12 @@ def send(tree: Tree, device: torch.device) -> Tree:
 class Tensors(Source):
     """A data source in memory: inputs (n, …) and targets (n, …), each a tensor or a tree of them.
 
-    With `rows` (m,) only these samples of them, which are not copied.
+    `rows` (m,) selects samples without a copy.
     """
 
     def __init__(self, x: Tree, y: Tree, rows: torch.Tensor | None = None) -> None:
         self._x, self._y, self._rows = x, y, rows
-        self.device = trees.first(x).device  # that the samples are on
+        self.device = trees.first(x).device  # of the samples
 
     def __len__(self) -> int:
         return trees.length(self._y) if self._rows is None else len(self._rows)
