@@ -181,6 +181,7 @@ def test_a_run_holds_no_batch_that_it_has_trained_on(make, monkeypatch, loader, 
     monkeypatch.setattr(input_checks, "MIN_STEPS", 2)
     monkeypatch.setattr(input_checks, "MIN_SECONDS", 0.0)
     words = ["batch=accumulate", f"batch.accumulation_steps={steps}"] if steps > 1 else []
+    words += ["loader.num_threads=2"] if loader == "threads" else []
     trainer = make("data=digits", "epochs=40", "updates=40", f"loader={loader}", *words)
     came, alive = [], []
 
