@@ -208,7 +208,7 @@ def test_lengths_of_stages_that_cannot_be_are_refused(problems: Callable[..., li
     assert "longer than the run's samples" in problems(*TEXTS, "stages=[{until: 2, data.length: 64}, {}]")[0]
     assert "count whole samples" in problems(*TEXTS, "batch=bucketed", LENGTHS)[0]
     classes = ("data=stdlib", "data.kind=class", "task=text_classification", "stages=[{until: 2, data.length: 8}, {}]")
-    assert any("gives others here" in problem for problem in problems(*classes))
+    assert any("has other inputs here" in problem for problem in problems(*classes))
 
 
 def test_frozen_parameters_stay_and_then_move_with_a_fresh_state(staged: Callable[..., StagedRun]) -> None:

@@ -121,7 +121,7 @@ HOSTILE: dict[str, tuple[str, int, str]] = {  # what it is: the recipe, the line
     "references in a circle": ("optimizer:\n  lr: ${optimizer.weight_decay}\n  weight_decay: ${optimizer.lr}\n", 2, "circle"),
     "a reference to itself": ("model:\n  width: ${model}\n", 2, "circle"),
     "references that multiply": (
-        timm(f"kwargs:\n  a: {'x' * 100}\n  b: {'${model.kwargs.a}' * 20}\n  c: {'${model.kwargs.b}' * 20}"), 7, "too much",
+        timm(f"kwargs:\n  a: {'x' * 100}\n  b: {'${model.kwargs.a}' * 20}\n  c: {'${model.kwargs.b}' * 20}"), 7, "too far",
     ),
     "a list with code of a reference": (timm("kwargs:\n  img_size: ['${runtime.device}']"), 5, "img_size"),
     "a tag": ("epochs: !!python/object/apply:posix.system [ls]\n", 1, "tag"),

@@ -242,7 +242,7 @@ _OWN = "docs/extending.md"
 def _place(name: str) -> str | None:
     """The data option for a file or folder, with its setting; None where the name is neither."""
     if "://" in name:
-        return "a folder or file of this machine: copy or mount remote data first"
+        return "a folder or file of this machine: remote data must be copied or mounted first"
     if Path(name).is_dir():
         return f"data=imagefolder data.root={name} (a folder of images, with a folder for each class)"
     return next((f"{option}={name}" for suffixes, option in OF_FILES.items() if name.lower().endswith(suffixes)), None)
