@@ -318,6 +318,24 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """`stop_at(n)`: the next runs get a signal during step number n, counted with the skipped ones; None: during none."""
+    from drivetrain.engine.trainer import Trainer
+
+    after = Trainer._after_update
+
+    def stop(step: int | None) -> None:
+        def stopped(self: Trainer, epoch_end: bool) -> bool:
+            if self.progress.steps == step:
+                self._stop.raised = signal.SIGURG  # which ends no program
+            return after(self, epoch_end)
+
+        monkeypatch.setattr(Trainer, "_after_update", stopped)
+
+    return stop
+
+
+@pytest.fixture
 def each_update() -> Callable[..., list[Any]]:
     """`each_update(trainer, look)`: what `look()` gives at the end of each update, its gradients still there."""
 

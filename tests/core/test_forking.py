@@ -1,19 +1,25 @@
 """A process that is forked where torch has computed can compute too."""
 
 import gc
+import multiprocessing
 import os
 import select
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.machine import forking
 from drivetrain.core.machine.forking import Died, ForkedProcess, NoAnswer, answer_of
 from drivetrain.core.machine.signals import ended_by_signals
-from drivetrain.launch import launcher
+from drivetrain.launch import heartbeat, launcher
+from drivetrain.loader import workers
 from tests.support.waiting import LIMIT_S
 
 
@@ -218,3 +224,39 @@ def test_a_signal_leaves_no_process_behind():
     with pytest.raises(KeyboardInterrupt), ended_by_signals():
         answer_of(work, "failed")
     assert os.read(ended, 1) == b""
+
+
+BEGINNINGS = {
+    "a loader's worker": lambda _: workers._begin_worker(sys.__stderr__, 0),
+    "a rank": lambda folder: heartbeat.start_heartbeat(folder, 0),
+    "a trial of batch=auto": lambda _: forking.end_with_parent(),
+}
+
+
+@pytest.mark.parametrize("begin", BEGINNINGS.values(), ids=BEGINNINGS)
+def test_a_process_ends_though_its_parent_was_killed_before_it_began(
+    begin: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank would wait for the launcher's store, a worker for a request. A parent killed while it forks is not there later."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(forking, "LOOK_S", 0.05)
+    reads, writes = fork.Pipe(duplex=False)
+
+    def child() -> None:
+        parent = forking.parent_pid()
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        begin(tmp_path)
+        time.sleep(2 * LIMIT_S)
+
+    def parent() -> None:
+        fork.Process(target=child).start()
+        os._exit(0)
+
+    process = fork.Process(target=parent)
+    process.start()
+    process.join(LIMIT_S)
+    writes.close()
+    assert reads.poll(LIMIT_S)
+    with pytest.raises(EOFError):  # all that had the other end have ended
+        reads.recv()

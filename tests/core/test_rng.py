@@ -2,15 +2,18 @@
 
 import itertools
 import math
+import random
 from collections.abc import Callable
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from drivetrain.core import order as orders
 from drivetrain.core.errors import UserError
 from drivetrain.core.order import AGAIN, Order, checked, index_of, numbered
-from drivetrain.core.step import rng
+from drivetrain.core.step import rng, streams
 
 WORD = 2**64
 
@@ -223,3 +226,39 @@ def test_a_keyed_order_repeats_each_sample_in_a_row():
     once, thrice = orders._keyed(64, 1)(7, 2), orders._keyed(64, 3)(7, 2)
     assert index_of(thrice).tolist() == once.repeat_interleave(3)[:64].tolist()
     assert (thrice // AGAIN).tolist() == [position % 3 for position in range(64)]
+
+
+# --- the streams of the process ---
+
+
+def draws() -> list[float]:
+    return [torch.rand(4).tolist(), np.random.randn(3).tolist(), random.gauss(0, 1), random.random()]
+
+
+def test_random_streams_come_back():
+    np.random.randn()  # the second number of the pair is kept for the next draw
+    random.gauss(0, 1)
+    state = streams.state()
+    first = draws()
+    streams.restore(state)
+    assert draws() == first
+    with streams.apart():
+        draws()
+    streams.restore(state)
+    assert draws() == first
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_only_a_device_that_was_started_has_a_random_state(monkeypatch, started):
+    """Reading the state would start it: in a run on the CPU, and in a process that forks."""
+    states = [torch.ones(2)]
+    device = SimpleNamespace(
+        is_initialized=lambda: started, get_rng_state=lambda: states[-1].clone(), set_rng_state=states.append
+    )
+    with monkeypatch.context() as patch:  # what isolates tests asks for the devices afterwards
+        patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        patch.setattr(torch, "get_device_module", lambda _: device)
+        saved = streams.state()
+        assert set(saved) - {"cpu", "numpy", "python"} == ({"cuda"} if started else set())
+        streams.restore({**saved, "cuda": torch.zeros(2)})
+    assert len(states) == (2 if started else 1)

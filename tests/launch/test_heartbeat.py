@@ -1,12 +1,14 @@
 """Heartbeats, the rendezvous, and the directory that all ranks write to."""
 
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
-from drivetrain.launch import addresses, heartbeat
+from drivetrain.launch import addresses, elastic, heartbeat
 from drivetrain.launch.elastic import ended_without_result, rank_folder
 from drivetrain.launch.heartbeat import HeartbeatMonitor, start_heartbeat
 from drivetrain.run import directory
@@ -256,3 +258,40 @@ def test_a_heartbeat_is_not_written_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="it is a link"):
         start_heartbeat(tmp_path, 7)
     assert (tmp_path / "victim").read_text() == "kept"
+
+
+# --- a signal to torch's launcher ---
+
+
+def test_a_signal_at_a_bad_moment_is_raised_later(capsys: pytest.CaptureFixture[str]) -> None:
+    """Python drops what a handler raises in a fork hook or a destructor, and logging what is raised while it writes a line."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    class Stops(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            except Exception:
+                self.handleError(record)
+
+    class StopsAtItsEnd:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    log = logging.Logger("stops")
+    log.addHandler(Stops())
+    for bad_moment in (lambda: log.error("a line"), StopsAtItsEnd):
+        with elastic.raised_as_torch_does():
+            bad_moment()
+            with pytest.raises(SignalException):
+                time.sleep(LIMIT_S)
+        assert capsys.readouterr().err == ""
+
+
+def test_torchs_launcher_prints_no_traceback_of_a_signal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch.distributed.launcher.api  # noqa: F401 - makes the logger
+
+    monitor = heartbeat.HeartbeatMonitor(tmp_path, 30, 600)
+    with elastic.FailureRecorder(tmp_path, monitor):
+        logging.getLogger("torch.distributed.launcher.api").error("Error shutting down rendezvous handler")
+    assert capsys.readouterr().err == ""

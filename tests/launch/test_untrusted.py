@@ -9,6 +9,7 @@ import yaml
 
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
+from drivetrain.measure.claims import diff
 from drivetrain.run import reader
 from tests.support.put import put
 from tests.support.refusals import problems_of
@@ -101,3 +102,12 @@ def test_a_file_of_wrong_types_or_no_config_is_damaged(recorded, name):
         with pytest.raises(UserError, match=rf"its {name} is damaged"):
             prepare([f"resume={recorded}"])
         reader.read(recorded)
+
+
+def test_the_recipe_of_a_run_is_not_a_link(recorded, tmp_path):
+    """Messages would quote the file that it leads to."""
+    (recorded / "recipe.yaml").rename(tmp_path / "elsewhere.yaml")
+    (recorded / "recipe.yaml").symlink_to(tmp_path / "elsewhere.yaml")
+    for read in (lambda: prepare([f"resume={recorded}"]), lambda: diff.command([str(recorded), "fast"])):
+        with pytest.raises(UserError, match="it is a link"):
+            read()

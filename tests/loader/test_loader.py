@@ -1,5 +1,6 @@
 """Every loader yields the same micro-batches in the same order, wherever they are read."""
 
+import faulthandler
 import io
 import multiprocessing
 import os
@@ -7,7 +8,9 @@ import pickle
 import random
 import re
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -40,6 +43,7 @@ from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
 from drivetrain.data.own import OwnCollate, OwnDataset, OwnSource, Stack
 from drivetrain.data.text import Texts
+from drivetrain.engine.evaluator import Evaluator
 from drivetrain.loader import Loader, Pipeline, threads, workers
 from drivetrain.loader.auto import AutoLoader, Cost, CostPerBatch
 from drivetrain.loader.base import in_memory_format
@@ -978,3 +982,65 @@ def test_sequences_in_buckets_too(loader, ranks):
     assert len(reference) == len(source)
     assert taken(READERS[loader](), ranks) == reference
     assert taken(READERS[loader](), ranks, skip=2) == [f for f in reference if f[0] >= 2]
+
+
+# --- the end of a worker ---
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigtimedwait"), reason="there is no telling who sent a signal")
+def test_a_worker_ends_with_the_run_and_not_before() -> None:
+    """SIGTERM to all processes, as Slurm and systemd send it: the run needs its next batch to finish its update."""
+    source = Tensors(torch.arange(12.0).reshape(12, 1, 1, 1), torch.zeros(12, dtype=torch.int64))
+    requests = [Request(0, torch.tensor([number]), 1.0) for number in range(12)]
+    before = set(multiprocessing.active_children())
+    stream = Workers(num_workers=1, prefetch_factor=1).stream(
+        Pipeline(source, (), None, 0), requests, torch.device("cpu"), torch.contiguous_format
+    )
+    next(stream)
+    (worker,) = set(multiprocessing.active_children()) - before
+    subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+    assert sum(1 for _ in stream) == 11
+    worker.join(LIMIT_S)
+    assert worker.exitcode == 0
+
+    with workers._sigterm_blocked():
+        child = multiprocessing.get_context("fork").Process(
+            target=lambda: (workers._begin_worker(sys.__stderr__, 0), time.sleep(LIMIT_S))
+        )
+        child.start()
+    subprocess.run(["kill", "-TERM", str(child.pid)], check=True)
+    child.join(0.3)
+    assert child.is_alive()
+    child.terminate()
+    child.join(LIMIT_S)
+    assert child.exitcode == 0
+
+
+def test_a_worker_of_a_killed_run_prints_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(workers, "end_with_run", lambda run: None)
+    threads = torch.get_num_threads()
+    with tempfile.TemporaryFile() as stacks:
+        workers._begin_worker(stacks, 0)
+        faulthandler.unregister(workers.STACK_SIGNAL)
+    torch.set_num_threads(threads)
+    sys.excepthook(EOFError, EOFError(), None)
+    sys.excepthook(ConnectionResetError, ConnectionResetError(), None)
+    assert capsys.readouterr().err == ""
+    sys.excepthook(ValueError, ValueError("an error of the reader's own"), None)
+    assert "an error of the reader's own" in capsys.readouterr().err
+
+
+def test_a_workers_death_is_known_wherever_it_is_raised(train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's signal handler raises it in the main thread, whatever that does: here in an evaluation."""
+
+    def dies(*_: object) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+    monkeypatch.setattr(Evaluator, "evaluate", dies)
+    loading = ("loader=workers", "loader.num_workers=1")
+    ended = train("data=digits", *loading, "updates=2", "epochs=2", "saving.every_updates=1", ends="interrupted")
+    assert "a loader's worker was killed" in ended.error
+    assert f"resume={ended.run_dir}" in ended.error

@@ -415,3 +415,30 @@ def test_the_pictures_show_what_the_model_sees(train):
 )
 def test_a_target_in_words(target, kind, names, said):
     assert drawing.in_words(torch.tensor(target), kind, names) == said
+
+
+def test_evaluations_that_come_again_are_there_once(tmp_path: Path) -> None:
+    """A kill after the last evaluation: the resumed run makes it again, as it makes those of the run's end."""
+    log = Files()
+
+    def record(event: str, update: int, **more: str) -> None:
+        log.log({"event": event, "update": update, **more})
+
+    log.start(tmp_path, 0)
+    for update in (1, 2, 3):
+        record("train", update)
+    record("evaluate", 2, set="validation")
+    record("evaluate", 3, set="validation")
+    record("evaluate", 3, set="test", weights="final")
+    log.close()
+
+    def kept(evaluated: int) -> list[tuple[str, int, str]]:
+        log = Files()
+        log.start(tmp_path, 3, evaluated)
+        log.close()
+        lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+        return [(r["event"], r["update"], r.get("set", "")) for r in lines]
+
+    trained = [("train", 1, ""), ("train", 2, ""), ("train", 3, ""), ("evaluate", 2, "validation")]
+    assert kept(3) == [*trained, ("evaluate", 3, "validation")]
+    assert kept(2) == trained, "the checkpoint was saved before the evaluation"

@@ -30,7 +30,6 @@ from drivetrain.engine.context import RunContext
 from drivetrain.engine.staged_run import StagedRun
 from drivetrain.inference import finished
 from drivetrain.launch import launcher, worker
-from drivetrain.measure.claims import diff
 from drivetrain.run import identity, reader
 from drivetrain.saving import manifest
 from drivetrain.sweeps import driver, store
@@ -160,37 +159,6 @@ def run(once: Path, tmp_path: Path) -> Path:
     return shutil.copytree(once, tmp_path / "run")
 
 
-def test_the_recipe_of_a_run_is_not_a_link(run: Path, tmp_path: Path) -> None:
-    """Messages would quote the file that it leads to."""
-    (run / "recipe.yaml").rename(tmp_path / "elsewhere.yaml")
-    (run / "recipe.yaml").symlink_to(tmp_path / "elsewhere.yaml")
-    with pytest.raises(UserError, match="it is a link"):
-        launcher.prepare([f"resume={run}"])
-    with pytest.raises(UserError, match="it is a link"):
-        diff.command([str(run), "fast"])
-
-
-def test_versions_that_are_none_are_left_out(run: Path) -> None:
-    content = json.loads((run / "environment.json").read_text())
-    content |= {"versions": {"torch": {"a": 1}}, "git_commit": ["x"]}
-    (run / "environment.json").write_text(json.dumps(content))
-    assert diff.command([str(run), str(run)]) == 0
-
-
-OF_OTHER_TYPES: list[dict[str, object]] = [
-    {"bytes": "x"}, {"bytes": {"state.pt": "x"}}, {"sha256": None}, {"sha256": {"state.pt": 1}}, {"about": []},
-    {"sha256": {"\0": "x"}}, {"sha256": {"\udc80": "x"}},
-]  # fmt: skip
-
-
-def test_a_manifest_of_other_types_is_none(run: Path) -> None:
-    checkpoint = run / "checkpoints" / "4"
-    content = {k: v for k, v in manifest.read(checkpoint).items() if k != "own_sha256"}
-    for change in OF_OTHER_TYPES:
-        (checkpoint / "manifest.json").write_text(manifest.text(content | change))
-        assert isinstance(manifest.verify(checkpoint), str), change
-
-
 def test_a_checkpoint_that_nobody_can_restore_is_told_in_words(run: Path) -> None:
     for update in ("2", "4"):
         torch.save({"nothing": 1}, run / "checkpoints" / update / "state.pt")
@@ -286,9 +254,9 @@ def test_every_bit_of_what_a_run_keeps_beside_its_checkpoints_counts(wholes: dic
 def test_a_damage_that_is_not_seen_is_an_effect(wholes: dict[str, Whole], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drivetrain.saving.manifest.verify", lambda checkpoint: None)
     file = wholes["pictures"].run.run_dir / "checkpoints/4/state.pt"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    assert wholes["pictures"].judge("checkpoints/4/state.pt", bytes(content)) == EFFECT
+    content = file.read_bytes()
+    flipped = bytes([*content[: len(content) // 2], content[len(content) // 2] ^ 1, *content[len(content) // 2 + 1 :]])
+    assert wholes["pictures"].judge("checkpoints/4/state.pt", flipped) == EFFECT
 
 
 # --- checkpoints whose files were changed by somebody who gives them the right hashes: restored, or passed over ---
@@ -297,6 +265,7 @@ def test_a_damage_that_is_not_seen_is_an_effect(wholes: dict[str, Whole], monkey
 HOSTILE = [  # pickles by hand: calls, memos, deep and endless structures
     b"cposix\nsystem\n(S'touch PWNED'\ntR.", b"cbuiltins\neval\n(V1\ntR.", b"\x80\x02r\xff\xff\xff\xff.",
     b"(" * 5000 + b"t" * 5000 + b".", b"\x80\x02]q\x00h\x00a.", b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.",
+    b"\x80\x02" + b"(" * 10**5, b"\x80\x04\x8c\x02os\x8c\x06system\x93.", b"\x80\x02}q\x00(",
     b"\x80\x05\x96\x00\x00\x00\x00\x01\x00\x00\x00.", b"\x80\x02}.", b"ctorch.storage\nUntypedStorage\n(I1000000000\ntR.",
     b"ctorch\nSize\n(I-1\ntR.", b"ccollections\nCounter\n(I5\ntR.", b"",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from tests.support.command import (
     Done,
     at_the_gate,
     checkpoints,
+    everything,
     finish,
     kill_all,
     losses,
@@ -245,10 +246,6 @@ def test_resume_auto(small: Path, tmp_path: Path) -> None:
 def test_resume_auto_without_any_run(tmp_path: Path) -> None:
     train(*TINY, "updates=1", "resume=auto", "output_dir=not/yet/there", cwd=tmp_path, code=0)
     assert result(only_run(tmp_path / "not"))["updates"] == 1
-
-
-def everything(run_dir: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(run_dir)): p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
 
 
 def test_two_processes_in_one_run(here: Path) -> None:

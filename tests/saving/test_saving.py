@@ -17,6 +17,7 @@ import torch
 
 import drivetrain
 from drivetrain.core.errors import CannotSave, UserError
+from drivetrain.core.machine import files
 from drivetrain.core.options.horizon import Progress
 from drivetrain.launch.job import prepare
 from drivetrain.launch.worker import AVERAGED
@@ -33,12 +34,6 @@ from tests.support.command import records as records_of
 from tests.support.to_end import continued, run_to_end
 from tests.support.waiting import LIMIT_S
 
-
-def saved(run_dir: Path) -> list[int]:
-    root = run_dir / "checkpoints"
-    return sorted(int(p.name) for p in root.iterdir()) if root.is_dir() else []
-
-
 EPOCHS = ["updates=null", "epochs=4"]  # of four updates each
 
 
@@ -53,12 +48,7 @@ EPOCHS = ["updates=null", "epochs=4"]  # of four updates each
 )
 def test_last_saves_every_so_many_updates_and_at_the_end_of_each_epoch(make, tmp_path, words, updates):
     make("saving.keep=50", *words).fit()
-    assert saved(tmp_path / "run") == updates
-
-
-def test_none_saves_nothing(fitted, tmp_path):
-    assert fitted(*EPOCHS, "saving=none").progress.updates == 16
-    assert not (tmp_path / "run").exists()
+    assert checkpoint_io.updates(tmp_path / "run") == updates
 
 
 def test_the_sooner_of_the_two_counts(monkeypatch):
@@ -102,6 +92,76 @@ def test_the_umask_says_who_can_read_a_checkpoint(tmp_path):
         os.umask(before)
     files = [*folder.iterdir(), tmp_path / "averaged.safetensors"]
     assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {path.name: "0o640" for path in files}
+
+
+# --- a save that is killed or repeated ---
+
+WEIGHTS = {"w": torch.arange(4.0)}
+
+
+def left_in(run_dir: Path) -> list[str]:
+    """All that stands beside the checkpoints, too."""
+    return sorted(p.name for p in (run_dir / "checkpoints").iterdir())
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    for folder in (root / "2", root / ".writing-4", root / ".replaced-2", root / ".replaced-3", elsewhere):
+        folder.mkdir(parents=True)
+        (folder / "state.pt").touch()
+    (root / ".writing-6").symlink_to(elsewhere)
+    checkpoint_io.remove_unfinished(tmp_path)
+    assert {p.name for p in root.iterdir()} - {".writing-6"} == {"2", "3"}, "3 was to be replaced, and was not"
+    assert (elsewhere / "state.pt").exists()
+
+
+def test_the_order_of_syncs_and_renames(tmp_path, monkeypatch):
+    """The files are on the disk before their folder, the folder before its name, the name before the older one is removed."""
+    checkpoint_io.save(tmp_path, 3, WEIGHTS, {"a": 1})
+    calls: list[str] = []
+    opened: dict[int, str] = {}
+    real_open, sync, rename, remove = os.open, os.fsync, Path.rename, files.remove
+
+    def open_(path, *how, **more):
+        handle = real_open(path, *how, **more)
+        opened[handle] = Path(path).name
+        return handle
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append(f"sync {opened[handle]}"), sync(handle)))
+    monkeypatch.setattr(Path, "rename", lambda self, to: (calls.append(f"{self.name} → {to.name}"), rename(self, to))[1])
+    monkeypatch.setattr(files, "remove", lambda path: (calls.append(f"remove {path.name}"), remove(path)))
+    target = checkpoint_io.save(tmp_path, 3, {"w": torch.ones(2)}, {"a": 2})
+    assert calls[0] == "remove .writing-3"
+    assert calls[1].startswith("sync .manifest.json.writing-")
+    assert sorted(calls[2:5]) == ["sync manifest.json", "sync model.safetensors", "sync state.pt"]
+    assert calls[5:] == [
+        "sync .writing-3", "remove .replaced-3", "3 → .replaced-3", ".writing-3 → 3", "sync checkpoints", "remove .replaced-3",
+    ]  # fmt: skip
+    monkeypatch.undo()
+    weights, state = checkpoint_io.load(target)
+    assert (weights["w"].tolist(), state, left_in(tmp_path)) == ([1.0, 1.0], {"a": 2}, ["3"])
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_it(tmp_path, monkeypatch):
+    checkpoint_io.save(tmp_path, 2, WEIGHTS, {"a": 1})
+    rename, calls = Path.rename, []
+
+    def killed(self: Path, target: Path) -> Path:
+        calls.append(target)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as m:
+        m.setattr(Path, "rename", killed)
+        m.setattr(shutil, "rmtree", lambda *_, **__: None)  # a kill cleans up nothing
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint_io.save(tmp_path, 2, WEIGHTS, {})
+    assert (tmp_path / "checkpoints/.replaced-2").is_dir()
+    assert not (tmp_path / "checkpoints/2").exists()
+    assert manifest.newest_valid(tmp_path) == (tmp_path / "checkpoints/2", [])
+    assert "a" in checkpoint_io.load(tmp_path / "checkpoints/2")[1]
 
 
 # --- asynchronous saving: the state of the save is written while training goes on, one write after the other ---
@@ -195,10 +255,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def fill(disk: Path, left: int = 0) -> None:
     """Leave this many bytes."""
     (disk / "filled").write_bytes(bytes(max(0, shutil.disk_usage(disk).free - left)))
-
-
-def left_in(run_dir: Path) -> list[str]:
-    return sorted(p.name for p in (run_dir / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -534,13 +590,6 @@ def test_a_copy_is_of_its_moment_and_the_loop_does_not_wait(queue):
     assert taken["step"] == 7
     assert torch.equal(taken["weights"][0], torch.arange(3.0))
     assert len(queue.work) == 1, "the update is not waited for"
-
-
-def test_a_copy_from_the_cpu_is_of_its_moment():
-    weights = torch.arange(3.0)
-    copy = HostCopy([weights])
-    weights.add_(1)
-    assert torch.equal(copy.wait()[0], torch.arange(3.0))
 
 
 def stub(weights, progress):

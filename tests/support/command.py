@@ -176,6 +176,11 @@ def tensors(result: Any) -> dict[str, Any]:
     return load_file(checkpoints(result.run_dir)[-1] / "model.safetensors")
 
 
+def everything(run_dir: Path) -> dict[str, bytes]:
+    """The content of all files of a run, by their paths in it."""
+    return {str(file.relative_to(run_dir)): file.read_bytes() for file in run_dir.rglob("*") if file.is_file()}
+
+
 def weights(run_dir: Path) -> bytes:
     """The newest saved weights, byte for byte, without what the file says of the model."""
     content = (checkpoints(run_dir)[-1] / "model.safetensors").read_bytes()

@@ -332,6 +332,9 @@ def test_a_run_and_the_recipe_it_leaves(diff, tiny, tmp_path):
     prepare(tiny("precision=bf16", "optimizer.momentum=0.5")).write_files(run_dir)
     assert "the configs are the same" in diff(run_dir, run_dir / "recipe.yaml")
     assert f"drivetrain compare recipe={run_dir}/recipe.yaml,naive" in diff(run_dir, "naive")
+    spoilt = {"versions": {"torch": {"a": 1}}, "git_commit": ["x"]}
+    (run_dir / "environment.json").write_text(json.dumps(spoilt))
+    assert not {"torch", "git_commit"} & set(cells(diff(run_dir, "naive")))
     for name in ("environment.json", "recipe.yaml"):
         (run_dir / name).unlink()
     assert cells(diff(run_dir, "naive"))["optimizer.lr"] == ["0.05", "0.02"], "one that left little is shown as far as it goes"
