@@ -177,6 +177,18 @@ def test_training_goes_on_as_if_there_had_been_no_evaluation(fitted):
     assert len(often) == 12
 
 
+def test_a_loss_that_is_not_finite_says_of_which_weights_and_set(make):
+    trainer = make("ema=ema", "data.validation=0.1")
+    trainer.ema.started = True
+    for mean in trainer.ema._mean:
+        mean.fill_(float("nan"))
+    with pytest.raises(
+        Diverged,
+        match="the loss of the averaged weights on the validation set is not finite",
+    ):
+        trainer.evaluator.evaluate()
+
+
 # --- logging ---
 
 

@@ -186,6 +186,19 @@ def test_a_rate_that_goes_on_as_its_schedule_has_it_is_not_told(words, train, ca
     assert not [message for message in caplog.messages if "goes up" in message]
 
 
+def test_a_file_that_no_run_wrote_is_no_result(tmp_path):
+    Result("completed", target={"reach": "a>=1", "update": None, "samples": None, "seconds": None}).write(tmp_path)
+    path, good = tmp_path / "result.json", json.loads((tmp_path / "result.json").read_text())
+    assert Result.read(tmp_path) is not None
+    targets = ({"reach": 1}, {"reach": "a>=1", "update": 3, "samples": "many", "seconds": 1.0}, {})
+    not_in_the_file = ({"code": 0}, {"signal": 0}, {"run_dir": "."})
+    for spoilt in (*({"target": target} for target in targets), *not_in_the_file):
+        path.write_text(json.dumps({**good, **spoilt}))
+        assert Result.read(tmp_path) is None
+    path.write_text(json.dumps({**good, "status": "interrupted"}))
+    assert Result.read(tmp_path).code == 75, "the exit code follows from the status"
+
+
 # --- the clock of the machine is set while a run trains: times go on, and durations are never negative ---
 
 

@@ -30,35 +30,14 @@ def test_the_seed_decides_the_weights_and_the_dropout(make, fitted):
 
 
 def test_ranks_start_from_the_same_weights_and_drop_differently():
-    draws = []
-    for rank in range(2):
-        runtime = Runtime()
-        runtime.set_up_process(World(rank, 2, rank, 2))
-        start = torch.rand(3)
-        runtime.seed_rank(World(rank, 2, rank, 2))
-        draws.append((start, torch.rand(3)))
-    assert torch.equal(draws[0][0], draws[1][0])
-    assert not torch.equal(draws[0][1], draws[1][1])
-
-
-def test_gradients_are_none_after_each_update(make, each_update):
-    trainer = make()
-    during = each_update(trainer, lambda: all(p.grad is not None for p in trainer.model.parameters()))
-    after = []
-    step = trainer._after_update
-    trainer._after_update = lambda *a: (after.append([p.grad for p in trainer.model.parameters()]), step(*a))[1]
-    trainer.fit()
-    assert during == [True, True]
-    assert len(after) == 2
-    assert all(grad is None for grads in after for grad in grads)
-
-
-def test_memset_without_gradients_clears_nothing():
-    """As after a forward that does not fit into memory."""
-    Runtime(zero_grad="memset").zero([torch.nn.Parameter(torch.ones(2))])
+    begin = [(Runtime().set_up_process(World(rank, 2, rank, 2)), torch.rand(3))[1] for rank in range(2)]
+    goes_on = [(Runtime().seed_rank(World(rank, 2, rank, 2)), torch.rand(3))[1] for rank in range(2)]
+    assert torch.equal(*begin)
+    assert not torch.equal(*goes_on)
 
 
 def test_memset_writes_zeros_and_trains_the_same(make):
+    Runtime(zero_grad="memset").zero([torch.nn.Parameter(torch.ones(2))])  # as after a forward that does not fit into memory
     freed, zeroed = make(), make("runtime.zero_grad=memset")
     freed.fit()
     zeroed.fit()
@@ -142,19 +121,11 @@ def test_a_number_beyond_the_devices_is_refused(devices, problems):
 
 
 def test_threads_are_what_was_asked_for_also_after_another_run(make, monkeypatch):
-    before = torch.get_num_threads()
-    try:
-        monkeypatch.delenv("OMP_NUM_THREADS")
-        monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-        torch.set_num_threads(2)
-        for asked in (1, 2):
-            make(f"runtime.threads={asked}")
-            assert torch.get_num_threads() == asked
-        make("runtime.threads=1")
-        make("runtime.threads=null")  # the cores, not what the run before was given
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    for asked, given in ((2, 2), (1, 1), ("null", 2)):  # the cores, not what the run before was given
+        make(f"runtime.threads={asked}")
+        assert torch.get_num_threads() == given
 
 
 @pytest.mark.parametrize(
@@ -241,16 +212,11 @@ def test_freed_memory_stays_with_the_process(tiny):
 
 @pytest.mark.parametrize(("attention", "flash"), [("auto", True), ("flash", True), ("math", False)])
 def test_attention_runs_on_the_kernel_that_is_asked_for(attention, flash):
-    from torch.nn.functional import scaled_dot_product_attention
-
     q, k, v = torch.randn(3, 2, 4, 8, 16)
     expected = torch.softmax(q @ k.mT / 4, -1) @ v
-    try:
-        Runtime(attention=attention).set_up_process(World())
-        with torch.profiler.profile() as profile:
-            found = scaled_dot_product_attention(q, k, v)
-    finally:
-        Runtime().set_up_process(World())
+    Runtime(attention=attention).set_up_process(World())
+    with torch.profiler.profile() as profile:
+        found = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(found, expected)
     assert any("flash_attention" in event.key for event in profile.key_averages()) == flash
 

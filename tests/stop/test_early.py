@@ -1,16 +1,13 @@
 """Early stopping: when it ends a run, also after a resume, and what it says."""
 
 import json
-import signal
 
 import pytest
 
 import drivetrain
-from drivetrain.core.errors import Diverged
 from drivetrain.core.options.selection import Reach, Selection
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch import launcher
-from drivetrain.measure.benchmark import quality
 from drivetrain.run import records
 from drivetrain.run.result import Result
 from drivetrain.stop.base import Early
@@ -37,29 +34,24 @@ def accuracies(monkeypatch):
 EPOCHS = ["updates=null", "epochs=9"]  # 4 updates each
 
 
-def after(values, better=max, **settings):
-    """The number of evaluations after which it ends a run that evaluates to these values; None: it does not."""
+@pytest.mark.parametrize(
+    ("values", "better", "settings", "ends"),
+    [
+        ([0.1, 0.2, 0.2, 0.1, 0.3, 0.3, 0.2, 0.3, 0.9], max, {"patience": 3}, 8),
+        ([0.5, 0.4], max, {"patience": 1}, 2),
+        ([3.0, 2.0, 2.5, 2.1, 1.9], min, {"patience": 2}, 4),
+        ([1.0, 2.0, 3.0], max, {"patience": 1}, None),
+        ([0.1, 0.15, 0.19, 0.9], max, {"patience": 2, "min_delta": 0.1}, 3),
+        ([0.1, 0.15, 0.21, 0.9], max, {"patience": 2, "min_delta": 0.1}, None),  # against the best, not against the last
+        ([1.0, 0.95, 0.85, 0.75], min, {"patience": 2, "min_delta": 0.1}, None),
+    ],
+)
+def test_it_ends_after_so_many_evaluations_in_a_row_without_improvement(values, better, settings, ends):
     stop = Early(**settings)
     stop._name, stop._better = Selection("accuracy", better)
     stop._selected = stop._name
-    for n, value in enumerate(values, 1):
-        stop.evaluated({"accuracy": value})
-        if stop.reason is not None:
-            return n
-    return None
-
-
-def test_it_ends_after_so_many_evaluations_in_a_row_without_improvement():
-    assert after([0.1, 0.2, 0.2, 0.1, 0.3, 0.3, 0.2, 0.3, 0.9], patience=3) == 8
-    assert after([0.5, 0.4], patience=1) == 2
-    assert after([3.0, 2.0, 2.5, 2.1, 1.9], min, patience=2) == 4
-    assert after([1.0, 2.0, 3.0], patience=1) is None
-
-
-def test_an_improvement_that_is_too_small_is_none():
-    assert after([0.1, 0.15, 0.19, 0.9], patience=2, min_delta=0.1) == 3
-    assert after([0.1, 0.15, 0.21, 0.9], patience=2, min_delta=0.1) is None  # against the best, not against the last
-    assert after([1.0, 0.95, 0.85, 0.75], min, patience=2, min_delta=0.1) is None
+    reasons = [(stop.evaluated({"accuracy": value}), stop.reason)[1] for value in values]
+    assert next((n for n, reason in enumerate(reasons, 1) if reason is not None), None) == ends
 
 
 RISES_AND_FALLS = [0.1, 0.2, 0.5, 0.4, 0.5, 0.3, 0.6, 0.7, 0.8]
@@ -80,18 +72,11 @@ def test_a_run_ends_early_completed_and_says_why(train, accuracies):
 
 
 @pytest.mark.parametrize("step", [14, 20])
-def test_a_resumed_run_ends_where_the_whole_one_does(train, accuracies, monkeypatch, step):
+def test_a_resumed_run_ends_where_the_whole_one_does(train, accuracies, stop_at, step):
     accuracies(RISES_AND_FALLS)
-    after_update = Trainer._after_update
-
-    def interrupted(self, epoch_end):
-        if self.progress.steps == step:
-            self._stop.raised = signal.SIGURG  # which ends no program
-        return after_update(self, epoch_end)
-
-    monkeypatch.setattr(Trainer, "_after_update", interrupted)
+    stop_at(step)
     run = train(*EPOCHS, "stop=early", "stop.metric=loss", updates=step, ends="interrupted")
-    monkeypatch.setattr(Trainer, "_after_update", after_update)
+    stop_at(None)
     run = continued(run.run_dir, updates=24)
     assert run.stopped == "stop=early: loss has not improved in the last 3 evaluations (best: 0.5)"
 
@@ -149,27 +134,29 @@ def test_what_is_no_target_is_refused(problems, words, said):
     assert any(said in problem for problem in problems(*words)), problems(*words)
 
 
-def test_the_result_says_when_it_was_reached(train, accuracies):
-    accuracies([0.1, 0.7, 0.6, 0.9, 0.5, 0.8])
-    result = train(*RUN, "target=accuracy>=0.65")
-    assert (result.target["update"], result.target["samples"], result.updates) == (8, 96, 24)
-    assert 0 < result.target["seconds"] <= result.wall_s
-    assert result.time_to_target.startswith("accuracy>=0.65 after 8 updates, 96 samples, ")
-    assert "accuracy&gt;=0.65 after" in result._repr_html_()
+END_THERE = ["stop.at_target=true"]
+
+
+@pytest.mark.parametrize(
+    ("values", "words", "reached", "updates"),
+    [
+        ([0.1, 0.7, 0.6, 0.9, 0.5, 0.8], [], 8, 24),
+        ([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], END_THERE, None, 24),
+        *(([0.1, 0.7, 0.9, 0.9, 0.9, 0.9], [*END_THERE, f"stop={stop}"], 8, 8) for stop in ("none", "early")),
+    ],
+)
+def test_the_result_says_when_it_was_reached_and_the_run_ends_there_where_asked(
+    train, accuracies, values, words, reached, updates
+):
+    accuracies(values)
+    result = train(*RUN, "target=accuracy>=0.65", *words, updates=updates)
+    assert (result.target["update"], result.target["samples"]) == (reached, reached and 12 * reached)
+    assert reached is None or 0 < result.target["seconds"] <= result.wall_s
+    says = f"after {reached} updates, {12 * reached} samples, " if reached else "was not reached"
+    assert result.time_to_target.startswith(f"accuracy>=0.65 {says}")
+    assert f"accuracy&gt;=0.65 {says}" in result._repr_html_()
+    assert result.stopped == ("target accuracy>=0.65 reached" if updates == 8 else None)
     assert Result.read(result.run_dir).target == result.target
-
-
-def test_a_target_that_is_not_reached_is_told(train, accuracies):
-    accuracies([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
-    result = train(*RUN, "target=accuracy>=0.65", "stop.at_target=true")
-    assert (result.target["update"], result.updates, result.time_to_target) == (None, 24, "accuracy>=0.65 was not reached")
-
-
-@pytest.mark.parametrize("stop", ["none", "early"])
-def test_the_run_ends_there_where_asked(train, accuracies, stop):
-    accuracies([0.1, 0.7, 0.9, 0.9, 0.9, 0.9])
-    result = train(*RUN, "target=accuracy>=0.65", "stop.at_target=true", f"stop={stop}", updates=8)
-    assert result.stopped == "target accuracy>=0.65 reached"
 
 
 def test_a_target_alone_changes_nothing_in_training(train):
@@ -188,27 +175,6 @@ def test_a_resumed_run_keeps_what_was_reached(train, accuracies):
     assert (longer.updates, longer.target) == (32, first.target)
     other = drivetrain.train([f"resume={first.run_dir}", "epochs=8", "resume_changed=true", "target=accuracy>=0.95"])
     assert other.target["update"] is None
-
-
-def test_verdicts_take_the_target_of_the_run_or_their_own(tiny):
-    run = launcher.prepare(tiny("target=accuracy>=0.5")).run
-    assert str(quality.reach_of(quality.QualitySettings(), run)) == "accuracy>=0.5"
-    assert str(quality.reach_of(quality.QualitySettings(target=0.7), run)) == "accuracy>=0.7"
-    assert str(quality.reach_of(quality.QualitySettings(target="loss<=0.1"), run)) == "loss<=0.1"
-    assert quality.reach_of(quality.QualitySettings(), launcher.prepare(tiny()).run) is None
-
-
-def test_a_file_that_no_run_wrote_is_no_result(train):
-    run_dir = train("target=accuracy>=0.01").run_dir
-    path = run_dir / "result.json"
-    good = json.loads(path.read_text())
-    targets = ({"reach": 1}, {"reach": "a>=1", "update": 3, "samples": "many", "seconds": 1.0}, {})
-    not_in_the_file = ({"code": 0}, {"signal": 0}, {"run_dir": "."})
-    for spoilt in (*({"target": target} for target in targets), *not_in_the_file):
-        path.write_text(json.dumps({**good, **spoilt}))
-        assert Result.read(run_dir) is None
-    path.write_text(json.dumps({**good, "status": "interrupted"}))
-    assert Result.read(run_dir).code == 75, "the exit code follows from the status"
 
 
 # --- a metric that ranks models and has no finite value: once, the run goes on; for long, it has diverged ---
@@ -270,15 +236,3 @@ def test_a_resumed_run_counts_on(train, values):
     values[:] = [NAN, NAN, NAN]
     run = continued(half.run_dir, "resume_changed=true", "epochs=5", "stop.nan_patience=2", ends="diverged")
     assert run.epochs == 2
-
-
-def test_a_loss_that_is_not_finite_says_of_which_weights_and_set(make):
-    trainer = make("ema=ema", "data.validation=0.1")
-    trainer.ema.started = True
-    for mean in trainer.ema._mean:
-        mean.fill_(NAN)
-    with pytest.raises(
-        Diverged,
-        match="the loss of the averaged weights on the validation set is not finite",
-    ):
-        trainer.evaluator.evaluate()

@@ -13,10 +13,11 @@ from bench.honest import BREAKS, HARMLESS, Variant
 
 from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.options.selection import Reach, Selection
+from drivetrain.launch import launcher
 from drivetrain.launch.job import prepare
 from drivetrain.measure import changes, intervals
+from drivetrain.measure.benchmark import quality, variants
 from drivetrain.measure.benchmark import quality as test
-from drivetrain.measure.benchmark import variants
 from drivetrain.measure.benchmark.quality import FAIL, INCONCLUSIVE, PASS, QualitySettings, Trial, sequentially
 from drivetrain.measure.benchmark.variants import TrainedRun, VariantSpec, compose, final_figures, swept
 from drivetrain.measure.intervals import mean, ratio
@@ -382,3 +383,11 @@ def test_a_signal_ends_the_trainings(monkeypatch):
     with pytest.raises(Interrupted), variants.trainings("compare", spec.job) as train:
         train(spec, 0)
     assert not list(Path("outputs").rglob("*"))
+
+
+def test_verdicts_take_the_target_of_the_run_or_their_own(tiny):
+    run = launcher.prepare(tiny("target=accuracy>=0.5")).run
+    assert str(quality.reach_of(QualitySettings(), run)) == "accuracy>=0.5"
+    assert str(quality.reach_of(QualitySettings(target=0.7), run)) == "accuracy>=0.7"
+    assert str(quality.reach_of(QualitySettings(target="loss<=0.1"), run)) == "loss<=0.1"
+    assert quality.reach_of(QualitySettings(), launcher.prepare(tiny()).run) is None
