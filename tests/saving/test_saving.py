@@ -40,6 +40,7 @@ EPOCHS = ["updates=null", "epochs=4"]  # of four updates each
 @pytest.mark.parametrize(
     ("words", "updates"),
     [
+        ([*EPOCHS, "saving.keep=1"], [16]),
         ([*EPOCHS, "saving.keep=2"], [12, 16]),  # the newest epochs
         # Ten updates an epoch; counted from the last save.
         (["data.samples=120", "updates=null", "epochs=2", "saving.every_updates=4"], [4, 8, 10, 14, 18, 20]),
@@ -54,12 +55,13 @@ def test_last_saves_every_so_many_updates_and_at_the_end_of_each_epoch(make, tmp
 def test_the_sooner_of_the_two_counts(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    last = options.Last(every_updates=10, every_minutes=1.0)
+    last = options.Last(every_updates=10, every_minutes=2.0)
     last.restart(5)
     assert not last.counted(14)
     assert last.counted(15)
+    now[0] += 119
     assert not last.due()
-    now[0] += 61
+    now[0] += 1
     assert last.due()
 
 
@@ -68,7 +70,8 @@ def test_what_cannot_be_is_refused(problems):
     for word in ("saving.keep=0", "saving.every_updates=0", "saving.every_minutes=0"):
         assert any(p.startswith(word) for p in problems(word))
     assert problems("saving=last", "saving.keep=2", "saving.keep_recent=2")[0].startswith("saving.keep_recent=2 has no effect")
-    for words in (["saving=last", "saving.keep=2", "saving.keep_recent=3"], ["saving=best", "saving.keep_recent=2"]):
+    for words in (["saving=last", "saving.keep=2", "saving.keep_recent=3"], ["saving=best", "saving.keep_recent=2"],
+                  ["saving=best", "evaluate_every=10", "epochs=10"]):  # fmt: skip
         prepare(words)
 
 
@@ -110,7 +113,7 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "state.pt").touch()
     (root / ".writing-6").symlink_to(elsewhere)
-    checkpoint_io.remove_unfinished(tmp_path)
+    Writer(tmp_path, Last(), Parallel(), contextlib.nullcontext).start()
     assert {p.name for p in root.iterdir()} - {".writing-6"} == {"2", "3"}, "3 was to be replaced, and was not"
     assert (elsewhere / "state.pt").exists()
 
@@ -359,6 +362,8 @@ def test_torchs_and_safetensors_errors_in_writing_are_known(disk):
         assert isinstance(error.value, CannotSave) or space.reason_of(error.value) is not None
     assert space.reason_of(RuntimeError("shape mismatch")) is None
     assert not list(disk.glob("*averaged*"))
+    with pytest.raises(CannotSave, match=r"averaged\.safetensors could not be written to .*: No such file or directory"):
+        checkpoint_io.write_weights({"w": torch.ones(1)}, disk / "away" / "averaged.safetensors")
 
 
 # --- a run's directory that is moved away or removed while the run trains ---
