@@ -9,7 +9,6 @@ from drivetrain.core.step.model_call import ModelCall
 from drivetrain.core.world import World
 from drivetrain.engine import flops
 from tests.compile.test_options import compilations  # noqa: F401 (fixture)
-from tests.saving.test_resume import newest, stop_at  # noqa: F401 (fixtures)
 from tests.support import command, slow
 
 OWN = ["data=own", "trust=[tree_sets]", "model=own", "optimizer=adamw", "optimizer.eps=1e-3", "optimizer.lr=0.01", "updates=5",
@@ -70,7 +69,7 @@ def test_sharded_ranks_equal_one_process(train):
 
 
 @pytest.mark.parametrize("name", ["dicts", "buckets"])
-def test_a_resumed_run_is_the_uninterrupted_one(train, stop_at, name):  # noqa: F811
+def test_a_resumed_run_is_the_uninterrupted_one(train, stop_at, name):
     words = [*OWN, *RUNS[name], "loader=threads", "loader.num_threads=2"]
     whole = train(*words)
     stop_at(3)
