@@ -486,7 +486,10 @@ print("loaded", len(loaded), heavy)
 
 COMPRESSED = re.compile(
     r"(?<!each)(?<!all)(?<!one) of which\b|\bof whose\b|\b[Ww]hat is (wrong|said|done|known|meant|given|made)\b|^What\b"
-    r"|\b([Ss]ay|says|tells?|told) of\b|\bin (the )?place of\b|\b[Ww]hoever\b|\bof those that\b"
+    r"|\b[Ss]ays? of\b|\bin (the )?place of\b|\b[Ww]hoever\b|\bof those that\b"
+    # A plainer verb: report, show, continue, mean, free; a plainer preposition: next to, except, in addition to.
+    r"|(?<![-`])\b[Tt](old|ells?)\b|\b[Gg]o(es)? on\b|\bwent on\b|\bstands? for\b|\b[Gg]iv(e|es|en) back\b"
+    r"|(?<!`)\bbesides?\b(?!`)|\b(after|each|than|of|in|at least) so (many|much)\b|\ban? (\w+ )?\w+ of (its|their|your) own\b"
 )
 
 

@@ -170,7 +170,7 @@ class Lora(Adapter):
 
 
 class Dora(Lora):
-    """As lora, of the weights' directions alone; the length of each row of a weight is a parameter of its own.
+    """As lora, of the weights' directions alone; the length of each row of a weight is a separate parameter.
 
     A length's derivative by the correction is left out, as the paper does it (section 4.3): it costs memory and changes little.
     """

@@ -107,7 +107,7 @@ def _sizes_between(low: int, high: int) -> list[int]:
 class Critical(Batch):
     """batch=critical: the batch that reaches a target soonest, by the gradient noise scale (McCandlish et al. 2018).
 
-    Before the ranks start, a process of its own trains for `look_updates` updates of `global_batch` samples and measures the
+    Before the ranks start, a separate process trains for `look_updates` updates of `global_batch` samples and measures the
     noise scale, the critical batch. By itself it takes a thirtieth of the run, within 50 and 200 updates: the noise scale of a
     network that has just begun to learn is small. A batch of B samples takes 1 + critical / B times the fewest possible updates.
 
@@ -117,7 +117,7 @@ class Critical(Batch):
       run then takes about twice the fewest possible updates and twice the fewest possible samples, on any device.
 
     The batch stays for the whole run, whose length and schedule are known at its start as those of any other.
-    A resumed run goes on with the batch that was found, which is in environment.json and result.json.
+    A resumed run keeps the batch that was found, which is in environment.json and result.json.
     """
 
     effect = "changes"

@@ -135,7 +135,7 @@ def described(lines: Sequence[str], values: Mapping[str, object], kinds: Mapping
 
 
 def _kind(hint: Any) -> Schema:
-    """The schema that an annotation allows; a reference to another key may stand for any value."""
+    """The schema that an annotation allows; a reference to another key may replace any value."""
     try:
         schema = TypeAdapter(hint, config={"arbitrary_types_allowed": True}).json_schema()
     except (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError):

@@ -71,7 +71,7 @@ class DataError(UserError):
 
 
 MOST_TOLD = 20  # problems of one kind that are listed
-MOST_COUNTED = 1_000  # after so many, nobody looks on
+MOST_COUNTED = 1_000  # nobody reads more of them
 
 
 def told(problems: Sequence[str], mend: str = "") -> list[str]:
@@ -112,7 +112,7 @@ class CallbackError(RuntimeError):
 
 
 class CannotSave(RuntimeError):
-    """A run's files cannot be written. Exit code 1; the message says what is safe, and how to go on."""
+    """A run's files cannot be written. Exit code 1; the message says what is safe, and how to continue."""
 
 
 class Interrupted(Exception):

@@ -1,6 +1,6 @@
 """The order of samples in training: a pure function of (seed, epoch), so that a resume is an offset.
 
-An order gives the numbers of samples. A sample that comes again in an epoch has a number of its own there, from which its draws
+An order gives the numbers of samples. A sample that repeats in an epoch has its own number there, from which its draws
 and its augmentation follow: its index, plus AGAIN for each time before.
 """
 
@@ -167,7 +167,7 @@ def _found(at: Callable[[torch.Tensor], torch.Tensor], parts: list[Bounds]) -> S
 
 
 def share(part: Bounds, of: int, number: int) -> Bounds:
-    """Return one of so many equal shares of a part; the first ones have a position more where it does not divide."""
+    """Return one of several equal shares of a part; the first ones have a position more where it does not divide."""
     each, more = divmod(part[1] - part[0], of)
     start = part[0] + number * each + min(number, more)
     return start, start + each + (number < more)

@@ -46,7 +46,7 @@ Sets = Annotated[dict[str, Fraction | FileName], _NAMED]
 FileSets = Annotated[dict[str, FileName], _NAMED]
 Folds = Annotated[int, annotated_types.Ge(2), annotated_types.Le(1000)]
 Validation = Literal["auto"] | Fraction | FileName | Sets | None
-AUTO_SHARE = 0.1  # of the training samples, with data.validation=auto where the data has no validation set of its own
+AUTO_SHARE = 0.1  # of the training samples, with data.validation=auto where the data has no validation set
 
 
 HOLD_OUT_STREAM = 9  # of the random numbers of samples that have nothing but their number
@@ -161,7 +161,7 @@ class Units:
 
 
 def number_apart(count: int, share: float) -> int:
-    """Return how many of so many samples are held out for the test. Raises DataError where one of the sets would be empty."""
+    """Return how many of `count` samples are held out for the test. Raises DataError where one of the sets would be empty."""
     apart = round(count * share)
     if not 0 < apart < count:
         raise DataError(
@@ -179,7 +179,7 @@ class Data(Option, groups.Data):
     order: Sampling = "shuffled"
     folds: Folds | None = None
     fold: CountOrZero = 0
-    # A share of the training set, a set of its own, auto (that, else a share), or several sets of these by name.
+    # A share of the training set, a separate set, auto (that, else a share), or several sets of these by name.
     validation: Validation | Mapping[str, object] = None
     stage_keys: ClassVar[tuple[str, ...]] = ("size", "length", "weights", "weights.*")
     why_fixed: ClassVar[str] = "the samples and their order are one for the whole run"
@@ -243,7 +243,7 @@ class Data(Option, groups.Data):
         return list(self.several("test" if self.validation is None else "validation")) or [""]
 
     def places(self, split: str) -> dict[str, str]:
-        """Return the file, folder or name of each set of a split that is one of its own, by name; one alone is \"\"."""
+        """Return the file, folder or name of each separate set of a split, by name; a single one is \"\"."""
         given = self.test if split == "test" else self.validation
         named = given if isinstance(given, Mapping) else {"": given}
         return {name: place for name, place in named.items() if isinstance(place, str) and place != "auto"}
@@ -318,7 +318,7 @@ class Data(Option, groups.Data):
         return replace(data, test=held, origins={"test": f"{own.holdout:g} of the samples"})
 
     def share(self) -> float | None:
-        """Return which share of the training samples is held out, where the data has no validation set of its own."""
+        """Return the held-out share of the training samples, where the data has no validation set."""
         shares = [setting for setting in self.several("validation").values() if isinstance(setting, float)]
         given = shares[0] if shares else self.validation
         return AUTO_SHARE if given == "auto" else given if isinstance(given, float) else None
@@ -363,7 +363,7 @@ class Data(Option, groups.Data):
         raise DataError(f"{type(self).__name__.lower()} does not read text")
 
     def decode(self, tokens: Sequence[int], data: Splits) -> str | None:
-        """Return the text that the tokens of an input stand for; None where the option has no tokenizer."""
+        """Return the text of an input's tokens; None where the option has no tokenizer."""
         return None
 
     def fitted_baseline(self, data: Splits) -> Baseline | None:
@@ -511,7 +511,7 @@ class HeldOut(Data, Generic[P, K, S]):
         )
 
     def kept(self, own: Splits) -> K | None:
-        """Return what a run knows of its own data, to encode other data by it; None: it cannot be. Raises UserError."""
+        """Return the run's facts about its own data that encode other data; None: there are none. Raises UserError."""
         return None
 
     def load_whole(self, own: Splits) -> Splits | None:
@@ -577,7 +577,7 @@ def hash_fraction(name: str) -> float:
 
 
 def hash_fractions(names: Iterable[str], count: int) -> np.ndarray:
-    """Return the `hash_fraction` of each of so many names (n,)."""
+    """Return the `hash_fraction` of each of `count` names (n,)."""
     return np.fromiter(map(hash_fraction, told(names, count)), np.float64, count)
 
 
@@ -648,16 +648,16 @@ def in_fold(keys: np.ndarray, labels: np.ndarray | None, counts: np.ndarray | No
 
 
 def count_held_out(samples: int, share: float) -> int:
-    """Return how many of so many training samples are held out, where each stands for itself."""
+    """Return how many of `samples` training samples are held out, each counting once."""
     return int(max(share, 1 / samples) * samples + 0.5)
 
 
 def chosen(keys: np.ndarray, labels: np.ndarray | None, share: float, counts: np.ndarray | None = None) -> np.ndarray:
     """Return which samples are held out, bool (n,): those of the lowest keys (n,) uint64, for each class its share.
 
-    Samples of one key are a group, which is held out as a whole where at least half of it is wanted. The shares of classes
-    are rounded so that their sum is that of all samples; there are none where a group has samples of several classes. Where
-    each of the n stands for several samples, `counts` (n,) says for how many.
+    Samples of one key are a group, which is held out as a whole where at least half of it is wanted. The shares of classes are
+    rounded so that their sum is that of all samples; there are none where a group has samples of several classes. Where each of
+    the n represents several samples, `counts` (n,) has their numbers.
     """
     _, first, group = np.unique(keys, return_index=True, return_inverse=True)  # in the keys' order
     sizes = np.bincount(group, counts)

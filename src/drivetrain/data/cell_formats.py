@@ -19,7 +19,7 @@ FORMS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d")  # of dates, in additio
 ISO = re.compile(r"(?!0000)[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,9})?)?)?")  # without a time zone
 UNIT = "[$€£¥₹₽₩₺%]|USD|EUR|GBP|CHF|JPY|INR|CNY|[kcm]?m[²³]?|ft[²³]?|sqm|sqft|mi|[km]?g|lbs?|[m]?l|min|h|k?Wh?|°[CF]?"
 SPACES = "\u00a0\u202f"  # that do not end a line, as in 1 234
-EXACT = 2**53  # whole numbers beyond it are not told apart as floats
+EXACT = 2**53  # whole numbers beyond it are not distinct as floats
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Style:
     unit: str = ""
 
     def numbers(self, words: pa.StringArray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers that words stand for, NaN for those that are not of this style; and which are, bool."""
+        """Return the numbers of words, NaN for words of another style; and which are of this style, bool."""
         if self == PLAIN:
             try:
                 return with_nan(words.cast(pa.float64())), np.ones(len(words), bool)
@@ -70,7 +70,7 @@ def as_text(number: float) -> str:
 
 
 def words_of(values: np.ndarray | Words, known: Sequence[str] = ()) -> Words:
-    """Return a column's values as words. A number that is known by another text of its own, such as 007, has that one."""
+    """Return a column's values as words. A number that is known by another text, such as 007, keeps that text."""
     if isinstance(values, Words):
         return values
     numbers, codes = np.unique(values, return_inverse=True)

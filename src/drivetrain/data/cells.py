@@ -29,7 +29,7 @@ class Words:
         found = found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
         trimmed = pc.utf8_trim_whitespace(found.dictionary).dictionary_encode()
         absent = pc.is_in(pc.utf8_lower(trimmed.dictionary), value_set=strings(missing))
-        number = np.append(np.cumsum(~numbers_of(absent)) - 1, -1)  # the last one stands for null
+        number = np.append(np.cumsum(~numbers_of(absent)) - 1, -1)  # the last one means null
         number[:-1][numbers_of(absent)] = -1
         codes = number[np.append(numbers_of(trimmed.indices), -1)].astype(np.int32)[with_nan(found.indices, -1)]
         return cls(codes, trimmed.dictionary.filter(pc.invert(absent)))

@@ -92,7 +92,7 @@ def as_tensors(value: Any, name: str) -> Tree:
             f"{name} is a {type(value).__name__}, which is no tensor, array or number ({error}): leave it out, or turn it "
             "into numbers"
         ) from None
-    if tensor.layout != torch.strided or tensor.is_nested:  # a batch of these is made in a way of its own
+    if tensor.layout != torch.strided or tensor.is_nested:  # a batch of these is made in another way
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise DataError(
             f"{name} is a {kind} tensor: give a dense one, as .to_dense() is, or indices and values as tensors of their own"

@@ -82,7 +82,7 @@ class BadSamples:
 
 
 BITS = (8, 10, 12, 14, 16)  # that instruments have
-SPREAD = 4  # a set whose values spread over a smaller part than one of so many does not use its depth
+SPREAD = 4  # a set whose values spread over less than 1 / SPREAD of the range does not use its depth
 
 logger = logging.getLogger(__name__)
 

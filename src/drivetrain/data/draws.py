@@ -90,11 +90,11 @@ class Reader(Generic[B]):
         return self.read(indices, keys(0, 0, torch.tensor(indices)).tolist())
 
     def share(self, watch_torch: bool) -> None:
-        """Prepare for reads by threads, which share the streams: of what draws, they only see that it does."""
+        """Prepare for reads by threads. They share the streams, so only the fact of a draw is seen."""
         self.watched = [s for n, s in enumerate(self._find(0)) if n or watch_torch]
 
     def suspected(self) -> bool:
-        """Return whether samples that threads have read since the last question may have drawn."""
+        """Return whether samples that threads have read since the last call may have drawn random numbers."""
         suspected, self._suspected = self._suspected, False
         return suspected
 

@@ -271,7 +271,7 @@ class ChatTemplate:
         return [end for end in dict.fromkeys([after, self.special.get("eos_token", "")]) if end]
 
     def try_once(self, answer: Callable[[bool], None]) -> None:
-        """Write two messages, and answer. For a process of its own, whose memory is limited."""
+        """Write two messages, and answer. For a separate process with limited memory."""
         limit_memory(MOST_MEMORY)
         with suppress(DataError):
             self.prompt([{"role": "user", "content": "question"}, {"role": ANSWERS, "content": "answer"}])

@@ -58,8 +58,8 @@ Known = tuple[Tokenizer, TargetReader]  # what encodes texts, and what reads the
 class Jsonl(FromFile[Any, Known, Any], TextData):
     """Texts of a file of JSON lines. Without `label` the model learns to predict the next token, with it the text's class.
 
-    Longer texts are cut into pieces of `length` tokens; of a text that has a class only the first piece is read. Without a
-    file of its own for the test, the share `holdout` of the texts is held out, chosen by the hash of their content.
+    Longer texts are cut into pieces of `length` tokens; of a text that has a class only the first piece is read. Without a test
+    file, the share `holdout` of the texts is held out, chosen by the hash of their content.
     """
 
     machine_local_keys = ("path", "test", "tokenizer_file", "cache")
@@ -245,7 +245,7 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
         return None if self.own is None and self.tokenizer == "bpe" else super().given_tokenizer()
 
     def _files(self, path: Path) -> list[Path]:
-        """Return the files that a path stands for."""
+        """Return the files of a path."""
         return [path]
 
     def _read(self, path: Path) -> Iterator[TextLine]:
@@ -309,7 +309,7 @@ LONG = 4  # times that: a longer line is cut
 class TextFiles(Jsonl):
     """Plain text for predicting the next token: a file, or a folder with its .txt files.
 
-    A file is cut into passages of whole lines, a very long line at its spaces. Without texts of their own for the test, the share
+    A file is cut into passages of whole lines, a very long line at its spaces. Without test texts, the share
     `holdout` of the passages is held out, chosen by the hash of their content.
     """
 

@@ -87,9 +87,9 @@ class Joined(Source):
 
 
 def mixed(sizes: Sequence[int], mixture: Mixture, length: int) -> Order:
-    """Return the order of joined sources: an epoch is `length` positions, and each source goes on where it was.
+    """Return the order of joined sources: an epoch is `length` positions, and each source continues where it was.
 
-    The samples of a source come in orders of its own, one for each time that it is read.
+    A source has an order for each time that it is read.
     """
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
 
@@ -158,7 +158,7 @@ class Mix(Data):
 
     @property
     def first(self) -> Data:
-        """The first source, which stands for all in what they share."""
+        """The first source; its common properties are those of all."""
         return next(iter(self.by_name.values()))
 
     def resolve(self, run: RunSpec) -> Self:
@@ -305,7 +305,7 @@ def _sets(name: str, option: Data, split: str) -> dict[str, object]:
 
 
 def _position(run: RunSpec, over: horizon.Horizon, length: int, update: int) -> int:
-    """Return the position in the order of all epochs at which a run stands after so many updates."""
+    """Return a run's position in the order of all epochs after a number of updates."""
     epoch = bisect_right(over.ends, update)
     begin = over.ends[epoch - 1] if epoch else 0
     return epoch * length + (update - begin) * run.batch.size(min(epoch, len(over.ends) - 1))

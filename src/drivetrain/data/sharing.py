@@ -1,4 +1,4 @@
-"""Whether several processes or threads can read one Dataset, and whether its samples have memory of their own."""
+"""Whether several processes or threads can read one Dataset, and whether its samples have their own memory."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def between_threads(read: Read, size: int, kept: Mapping[str, object]) -> str | 
 
 
 def _by_turns(read: Read, shares: tuple[Sequence[int], Sequence[int]]) -> tuple[list[Tree], list[Exception]]:
-    """Read each share by a thread of its own; after each call of a function the threads change over.
+    """Read each share by its own thread; after each call of a function the threads change over.
 
-    However busy the machine, a thread goes on only when the other has made its next call, or waits itself, as for a lock.
+    Even on a busy machine a thread continues only when the other one has made its next call, or waits, for example for a lock.
     """
     found: tuple[list[Tree], list[Tree]] = ([], [])
     errors: list[Exception] = []

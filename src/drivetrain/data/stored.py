@@ -1,7 +1,7 @@
 """Samples one after the other in a file that is mapped into memory: packed images and tokenized texts.
 
-A folder has two files for each set, NAME.data and NAME.table, and index.json, which is written last. A writing that was killed
-goes on where it was, and writes the same bytes.
+A folder has two files for each set, NAME.data and NAME.table, and index.json, which is written last. A killed writing continues
+where it was, and writes the same bytes.
 """
 
 from __future__ import annotations

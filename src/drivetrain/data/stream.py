@@ -39,7 +39,7 @@ STREAM = 14  # of the keys of what the samples of a stream draw
 class OwnStream(OwnDataset):
     """The user's own stream `target`, of a package named in `trust`: an IterableDataset with `state_dict` and `load_state_dict`.
 
-    An epoch is `updates` long, wherever the stream ends and begins again. Each rank and worker reads a part of it. It goes on
+    An epoch is `updates` long, wherever the stream ends and begins again. Each rank and worker reads a part of it. It continues
     where a checkpoint left it, with the same number of ranks and workers. The sets to evaluate may be map-style Datasets, or
     streams; their first `eval_samples` are read.
     """
@@ -88,7 +88,7 @@ class OwnStream(OwnDataset):
         return [stream, *(OwnSource(each, setting, together) for each in others)]
 
     def _check(self, dataset: Any) -> None:
-        """Raise UserError where a stream cannot go on where it was stopped."""
+        """Raise UserError where a stream cannot continue where it was stopped."""
         setting = f"data.target={self.target}"
         if is_map_style(dataset) or not hasattr(dataset, "__iter__"):
             raise UserError(f"{setting} is a {type(dataset).__name__}, which is no stream (an IterableDataset): set data=own")
@@ -179,7 +179,7 @@ class Reads:
         self._batches: Iterator[Any] = iter(())
         self._batch: tuple[Tree, Tree] | None = None
         self._before: Any = None  # the state of the loader before the batch; None: at its beginning
-        self._parked: Mapping[str, Any] | None = None  # the state to go on from, where nothing is open
+        self._parked: Mapping[str, Any] | None = None  # the state to continue from, where nothing is open
         self._last = (-1, -1)  # epoch and number of what was taken last
         self._looks: Iterator[tuple[Tree, Tree]] = iter(())
         self._looked = LOOKED_AT  # samples that `_looks` has given
@@ -261,7 +261,7 @@ class Reads:
         return loader, False
 
     def _begin(self, before: object = None) -> None:
-        """Begin a pass, or go on at the state of its loader."""
+        """Begin a pass, or continue at the state of its loader."""
         self._loader, self._batched = self._opened(self.world, self.workers)
         if before is not None:
             self._loader.load_state_dict(before)
@@ -315,7 +315,7 @@ class Reads:
         return {**at, "passes": self._passes, "before": self._before, "served": self._served}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a `state_dict()` was. Raises UserError where there are other ranks or workers now."""
+        """Continue where a `state_dict()` was. Raises UserError where there are other ranks or workers now."""
         for what, now in (("ranks", self.world.size), ("workers", self.workers)):
             if now != state[what]:
                 setting = "parallel.nproc" if what == "ranks" else "data.workers"
@@ -326,7 +326,7 @@ class Reads:
         self._parked = state
 
     def park(self) -> None:
-        """Close the open files: the next read goes on from there."""
+        """Close the open files: the next read continues there."""
         self._parked, self._loader, self._batches, self._batch = self.state_dict(), None, iter(()), None
 
     def _open(self, state: Mapping[str, Any]) -> None:

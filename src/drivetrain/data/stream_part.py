@@ -64,6 +64,6 @@ class StreamPart(IterableDataset[object]):
         return {"place": self.place, "stream": self.dataset.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a `state_dict()` was."""
+        """Continue where a `state_dict()` was."""
         self.place = state["place"]
         self.dataset.load_state_dict(state["stream"])

@@ -222,7 +222,7 @@ class StreamedTable:
     def _joined(lines: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
         """Yield each row with its first line's number: lines are one row where a quote is open between them.
 
-        One that stays open for many lines, or to the end, is a row of its own, which cannot be read.
+        One that stays open for many lines, or to the end, is one row, which cannot be read.
         """
         numbered, row, is_open = enumerate(lines, 1), list[tuple[int, bytes]](), False
         again: list[tuple[int, bytes]] = []

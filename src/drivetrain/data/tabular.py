@@ -31,7 +31,7 @@ from drivetrain.data.untrusted import as_kept
 KEPT = "table.json"  # in the run's directory: how rows are read and become inputs
 TableKind = Literal["class", "values", "labels"]
 OneColumn = ColumnName | int  # those of arrays are numbered
-# An input column, and after a colon its type; * stands for all others. `data.columns={zone: category}` is [zone:category,*].
+# An input column, and after a colon its type; * means all others. `data.columns={zone: category}` is [zone:category,*].
 Typed = Annotated[str, Text(rf"(\w[^/\\:\x00-\x1f]{{0,99}}|\*)(:({'|'.join(TYPES)}))?", "a column's name, or name:type")] | int
 Missing = Sequence[Annotated[str, Text(r"[^\s\x00-\x1f]{0,20}", "a word without a space")] | int | float]
 Delimiter = Annotated[str, Text(r"[^\w\r\n\"]", "one sign, such as ;")]
@@ -200,7 +200,7 @@ class Tabular(TabularData, FromFile[Cells, Known, "Rows | TextRows"], TextData):
     """A table (CSV, Parquet, NumPy) whose columns `target` are what is predicted, and whose other columns are the inputs.
 
     Numbers and the parts of dates are standardised by the training rows, texts become one column for each category. A model that
-    has a tokenizer reads the one column of texts, up to `length` tokens of each. Without a table of its own for the test, the
+    has a tokenizer reads the one column of texts, up to `length` tokens of each. Without a test table, the
     share `holdout` of the rows is held out, chosen by the hash of their content.
     """
 

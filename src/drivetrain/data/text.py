@@ -89,7 +89,7 @@ class TextData(Data):
 
 
 def tell_cut(lengths: torch.Tensor, length: int, samples: int) -> None:
-    """Log how many of so many training texts are as long as a model reads them, by the lengths of all or some (n,)."""
+    """Log how many of the training texts are as long as a model reads them, by the lengths of all or some (n,)."""
     if cut := int((lengths >= length).sum()):
         logger.info(
             "%d of %d training texts%s have data.length=%d tokens or more: a longer text is read to there",

@@ -39,7 +39,7 @@ SWITCHES = dict[str, bool | None]
 class Tokenizer(ABC):
     """Turns texts into tokens, numbers from 0 to `size` − 1. The base of the data's own tokenizers.
 
-    With them a token of its own stands before a text's first, and 0 pads texts that have a class, whose tokens are 1 larger.
+    With them a special token precedes a text's first. In texts with a class 0 pads, and tokens are 1 larger.
     """
 
     size: int
@@ -62,7 +62,7 @@ class Tokenizer(ABC):
         return self.size - 1
 
     def token_bytes(self) -> torch.Tensor | None:
-        """Return the bytes of text that each token stands for (size,); None: a token is a byte."""
+        """Return the bytes of text in each token (size,); None: a token is a byte."""
         return None
 
     @abstractmethod
@@ -74,7 +74,7 @@ class Tokenizer(ABC):
         """Yield each text's tokens, int (length,), and the place in the text of the first character of each."""
 
     def written(self, tokens: Sequence[int]) -> str:
-        """Return the text that tokens stand for, special ones included."""
+        """Return the text of tokens, special ones included."""
         return self.text([token for token in tokens if token < self.size])
 
     def whole(self, texts: Sequence[str], length: int) -> list[torch.Tensor]:
@@ -87,7 +87,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def text(self, tokens: Sequence[int]) -> str:
-        """Return the text that tokens stand for."""
+        """Return the text of tokens."""
 
     @abstractmethod
     def to_json(self) -> str:
@@ -166,7 +166,7 @@ class BytePairs(Tokenizer):
 
     @contextlib.contextmanager
     def _cut(self, length: int) -> Iterator[None]:
-        """Within the context texts are cut to so many tokens. Raises UserError where nothing would be left of them."""
+        """Within the context texts are cut to a number of tokens. Raises UserError where nothing would be left of them."""
         around = self.tokenizer.num_special_tokens_to_add(is_pair=False) if self.shift == 0 else 0
         if length <= around:
             raise UserError(f"data.length={length}: the tokenizer puts {around} tokens around each text: set it to more")

@@ -31,7 +31,7 @@ class Ema(Option, groups.Ema):
     stage_option: ClassVar[bool] = True
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
-    started = True  # False until the first average: the weights themselves stand for it
+    started = True  # False until the first average, which is the weights themselves till then
     stale = False  # True if all ranks have to complete the average before its use
 
     def update(self) -> None:
@@ -183,7 +183,7 @@ class Swa(Kept):
 
     @property
     def started(self) -> bool:  # type: ignore[override]
-        """True if weights have been averaged. Until then the current weights stand for the average."""
+        """True if weights have been averaged. Until then the current weights are used as the average."""
         return self._updates > 0
 
     def update(self) -> None:

@@ -22,7 +22,7 @@ from drivetrain.loss.base import Loss
 
 logger = logging.getLogger(__name__)
 
-MAX_SAMPLES = 32  # samples checked: enough to tell a mean of 128 from 0
+MAX_SAMPLES = 32  # samples checked: enough to distinguish a mean of 128 from 0
 MAX_STD = 3.0  # a standard deviation above 3 or below 1/3 is far from 1
 MAX_WAIT = 0.2  # share of the time; less is not worth a warning
 MIN_STEPS, MIN_SECONDS = 20, 2.0  # measured after the warm-up before the wait is judged
@@ -31,7 +31,7 @@ MIN_STEPS, MIN_SECONDS = 20, 2.0  # measured after the warm-up before the wait i
 def normalisation_warning(x: torch.Tensor) -> str | None:
     """Return a warning if a channel of images (n, c, h, w) has a mean beyond its standard deviation, or that far from 1.
 
-    None for all else: numbers of other kinds have scales of their own.
+    None for all else: numbers of other kinds have other scales.
     """
     if not x.is_floating_point() or x.ndim != 4 or x[:1].numel() < 2:
         return None
@@ -71,7 +71,7 @@ class FirstBatch:
     outputs: int  # of the model
     sources: Mapping[str, Source]  # the sets by their names
     indices: Callable[[], torch.Tensor]  # of the first micro-batch's samples
-    is_start: Callable[[], bool]  # whether the run begins here, and does not go on
+    is_start: Callable[[], bool]  # whether the run begins here instead of being resumed
     note: str  # logged after the first step: an error in it comes first
 
     def watch(self, stream: Stream) -> Stream:

@@ -44,7 +44,7 @@ class NoiseScale:
         self.updates = 0  # made so far; each `every`th is measured
 
     def state_dict(self) -> StateDict:
-        """Return what a resumed run goes on from. The sums are 0 where a run is saved: a record was just written."""
+        """Return the state for a resumed run. The sums are 0 where a run is saved: a record was just written."""
         return {"unit": self._unit, "before": list(self._before), "updates": self.updates}
 
     def load_state_dict(self, state: StateDict) -> None:

@@ -1,4 +1,4 @@
-"""The memory that a failed step holds, given back."""
+"""Frees the memory that a failed step holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def release_memory(error: BaseException, device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what nothing refers to any more, and forget what was compiled for it."""
+    """Free all unreferenced memory, and drop what was compiled for it."""
     gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()

@@ -1,4 +1,4 @@
-"""A step whose updates have phases: several parts of a model, each with an optimizer and a loss of its own."""
+"""A step whose updates have phases: several parts of a model, each with its own optimizer and loss."""
 
 from __future__ import annotations
 

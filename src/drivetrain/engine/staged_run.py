@@ -80,7 +80,7 @@ class StagedRun:
                 self._tell()
 
     def restore(self, weights: dict[str, torch.Tensor], state: StateDict, to_evaluate: bool = False) -> None:
-        """Continue from a checkpoint, in the stage that its progress tells. Called on all ranks.
+        """Continue from a checkpoint, in the stage of its progress. Called on all ranks.
 
         With `to_evaluate`, and where an evaluation is due still, it is the stage that made the checkpoint, also where the next
         update is one of the stage after it.
@@ -175,7 +175,7 @@ class StagedRun:
                 trainer.log.write("stage", stage=self.number + 1, stages=len(self.stages), changes=stage.title)
 
     def _check_models(self) -> None:
-        """Refuse a stage in which the model would have parameters of another shape: the weights could not go on."""
+        """Refuse a stage in which the model would have parameters of another shape: the weights could not continue."""
         context, first = self.context, _shapes(self.context, self.stages[0])
         for number, stage in enumerate(self.stages[1:], 1):
             with _named(number):

@@ -46,7 +46,7 @@ class StepTimer:
         self.resume()
 
     def begin(self, trained: int, size: int) -> None:
-        """Begin a run or its next stage by a warm-up, after so many samples, and with so many for each update."""
+        """Begin a run or its next stage by a warm-up, after `trained` samples, with updates of `size`."""
         self._read(len(self._unread))
         self._samples = self.samples(trained)
         self._cold, self._warm_from, self._size = self.warmup, trained + self.warmup * size, size

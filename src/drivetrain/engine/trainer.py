@@ -216,7 +216,7 @@ class Trainer:
         )
 
     def _stream(self) -> Stream:
-        """Yield the loader's micro-batches. One process that was told to stop saves instead of waiting for the next.
+        """Yield the loader's micro-batches. A single process that got a signal to stop saves instead of waiting for the next.
 
         The same where a reader is stuck or was killed. Several ranks would have to agree on it, and some wait for one another.
         """
@@ -287,7 +287,7 @@ class Trainer:
         return agreed, ""
 
     def record_evaluation(self, stops: Callable[[], bool]) -> None:
-        """Evaluate, and tell all that goes by it. Raises Interrupted where `stops` says so at a batch."""
+        """Evaluate, and pass the figures to every part that uses them. Raises Interrupted where `stops` says so at a batch."""
         metrics, evaluator = self.evaluator.evaluate(stops), self.evaluator
         self.progress.record_evaluation(metrics, self.selection.place(metrics), evaluator.tables)
         self.log.write("evaluate", set=evaluator.set, **metrics)

@@ -53,7 +53,7 @@ class PredictedSample:
 def given(
     words: Sequence[str], transforms: Transforms, lines: Iterable[bytes], size: int
 ) -> tuple[Iterator[SampleBlock], int | None]:
-    """The inputs named by the words, in their order, and their number if known; "-" stands for `lines`.
+    """The inputs named by the words, in their order, and their number if known; "-" means `lines`.
 
     Rows come in blocks of up to `size`. Raises UserError.
     """

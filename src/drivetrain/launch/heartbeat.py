@@ -87,7 +87,7 @@ class HeartbeatMonitor:
                     self._check(file)
 
     def _check(self, file: Path) -> None:
-        # Count checks, not time: a clock goes on while the machine sleeps, and ranks and monitor sleep with it.
+        # Count checks, not time: a clock advances while the machine sleeps, and ranks and monitor sleep with it.
         beat, (before, checks) = file.lstat().st_mtime, self._last.get(file, (0.0, 0))
         checks = checks + 1 if beat == before else 0
         self._last[file] = beat, checks

@@ -174,7 +174,7 @@ def prepare(
 
 
 def _is_bytes(text: str) -> bool:
-    """True if a text stands for bytes that are not UTF-8, as a file name may."""
+    """True if a text holds bytes that are not UTF-8, as a file name may."""
     return bool(re.search("[\ud800-\udfff]", text))
 
 

@@ -158,7 +158,7 @@ class _WaitLimit:
     """Ends the wait for a batch after `timeout_s`, or when a worker has ended. A stopping run waits only briefly.
 
     Every WATCH_S torch's iterator times out and checks whether a worker has ended. torch's signal handler would raise anywhere in
-    this process, also in a destructor, where Python prints a traceback and goes on. So it watches none of our workers.
+    this process, also in a destructor, where Python prints a traceback and continues. So it watches none of our workers.
 
     A worker that stops after announcing a batch never hands over its memory, and torch waits without a limit. A thread ends the
     workers then.

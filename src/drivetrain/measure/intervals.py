@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 EQUIVALENCE = 0.02  # a ratio within this distance of 1 counts as no difference
-MIN_PAIRS = 6  # a 95 % interval needs at least so many
+MIN_PAIRS = 6  # least number for a 95 % interval
 
 
 class Interval(NamedTuple):

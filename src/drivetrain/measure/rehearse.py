@@ -131,7 +131,7 @@ class RehearsedRun:
         return self._same("killed")
 
     def resumes(self) -> str:
-        """Go on with the killed run to a kill within a save, and on; compare it with the one that was not killed."""
+        """Continue the killed run up to a kill within a save, and further; compare it with the one that was not killed."""
         self._train("killed", STOPPED_AT, "SAVE", resume=True)
         self._train("killed", STOPPED_AT, "TERM", resume=True)
         return self._same("killed")
@@ -168,7 +168,7 @@ class RehearsedRun:
         return self.verb("certify", *self.words, "--out", str(self.place / "certify"), "against", "parallel=single")
 
     def other_ranks(self) -> str:
-        """Go on with half of the ranks."""
+        """Continue with half of the ranks."""
         ranks = self.ranks()
         shutil.copytree(self.run("whole"), self.place / "fewer")
         self._train("fewer", STOPPED_AT + 2, "TERM", f"parallel.nproc={ranks // 2}", "resume_changed=true", resume=True)
@@ -207,7 +207,7 @@ class RehearsedRun:
         return ", ".join(names)
 
     def _train(self, name: str, update: int, how: str, *more: str, resume: bool = False) -> list[str]:
-        """Train in a new process until it is told to stop, or killed, after an update."""
+        """Train in a new process until it is stopped or killed after an update."""
         folder = self.place / name
         saving = [f"saving.every_updates={SAVE_EVERY}", "saving.keep=4"] if hasattr(self.job.run.saving, "keep") else []
         log = [] if getattr(self.job.run.compile, "updates_per_replay", 1) > 1 else ["log_every=1"]
@@ -346,7 +346,7 @@ def _train(update: int, how: str, words: Sequence[str], config_dirs: Sequence[st
             """Kill the run where a checkpoint's files are written, and it has no name yet."""
             if event == "os.rename" and Path(str(given[1])).parent.name == "checkpoints":
                 os.kill(main, signal.SIGKILL)
-                os._exit(FAILED)  # a rank of its own process
+                os._exit(FAILED)  # a rank in its own process
 
         def attach(trainer: Trainer) -> None:
             if trainer.parallel.world.rank == 0:

@@ -185,7 +185,7 @@ class Optimizer(Hyperparameters):
         return torch_wrappers.has_fused(self.torch_name, device)
 
     def implementation(self, device: str, elements: int) -> Implementation:
-        """The implementation for a model with so many elements on this device type."""
+        """The implementation for a model of this size on this device type."""
         if self.fused or (self.fused is None and not self.foreach and self.has_fused(device)):
             return "fused"
         cached = device != "cpu" or self.in_chunks or elements <= CPU_CACHE

@@ -25,7 +25,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]  # a class witho
         self, params: ParamsT, *, compiled: bool, lr: float, weight_decay: float, betas: tuple[float, float], eps: float
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay)
-        # Each shape has a kernel of its own, which is compiled once.
+        # Each shape has its own kernel, compiled once.
         self._adam = torch.compile(single_param_adam, fullgraph=True, dynamic=False) if compiled else single_param_adam
 
     def add_param_group(self, param_group: dict[str, object]) -> None:

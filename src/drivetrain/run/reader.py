@@ -238,7 +238,7 @@ def points(path: Path) -> tuple[Points, Points]:
 
 
 def differing(runs: Sequence[RunFiles]) -> list[str]:
-    """The config's keys in which the runs differ. If a group's option differs, the group stands for its keys."""
+    """The config's keys in which the runs differ. If a group's option differs, the group is returned instead of its keys."""
     configs = [run.config for run in runs if run.config]
     keys = dict.fromkeys(k for config in configs for k in config)
     differ = [k for k in keys if len({str(config.get(k, "–")) for config in configs}) > 1]

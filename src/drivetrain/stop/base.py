@@ -100,7 +100,7 @@ class Stop(Option, groups.Stop):
 
     @property
     def reason(self) -> str | None:
-        """The reason why the run has to end now; None: it goes on."""
+        """The reason why the run has to end now; None: it continues."""
         if not (self.at_target and self._to_target and self._to_target.update):
             return None
         return f"target {self._to_target.reach} reached"

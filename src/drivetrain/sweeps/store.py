@@ -196,7 +196,7 @@ class StoredJob:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)  # the folder may have been moved
             self.result.write(self.run_dir)
-        except OSError as problem:  # a full disk: the other jobs go on
+        except OSError as problem:  # a full disk: the other jobs continue
             logger.error("result.json could not be written to %s (%s)", self.run_dir, problem.strerror)
 
     def refuse(self) -> None:

@@ -1,8 +1,8 @@
 """The accelerators that this process can use, found without starting them.
 
 CUDA, ROCm and XPU do not survive a fork, and ranks, jobs of a sweep and measured variants are forked. A process that asks
-torch.cuda.is_available() or a device's name has started the device. So NVIDIA's driver is asked by a program of its own,
-and the others by torch in a forked child.
+torch.cuda.is_available() or a device's name has started the device. So NVIDIA's driver is asked by a separate program, and the
+others by torch in a forked child.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ T = TypeVar("T")
 
 
 def limit_memory(more: int) -> None:
-    """Let this process take so many bytes more than it has: the next are a MemoryError. Linux alone."""
+    """Let this process take only this many more bytes: further ones are a MemoryError. Linux alone."""
     import resource
 
     with contextlib.suppress(OSError, ValueError):  # ValueError: it may take less already

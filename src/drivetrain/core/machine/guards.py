@@ -126,7 +126,7 @@ def too_large(what: str, bytes_: int, setting: str) -> Iterator[str]:
 
 
 def check_batch(what: str, samples: int, shape: Any, bytes_each: int, ranks: int) -> None:
-    """Raise UserError if the inputs of a forward alone take more than this machine's memory, in each of so many ranks."""
+    """Raise UserError if the inputs of a forward alone take more than this machine's memory, in each of `ranks` ranks."""
     needed = samples * numbers_in(shape) * bytes_each
     if needed * ranks > memory_bytes() and not are_off():
         of_ranks = f" in each of {ranks} ranks" if ranks > 1 else ""

@@ -37,7 +37,7 @@ def keep_first(file: Path, content: bytes) -> None:
 def measured_once(what: Sequence[object], measure: Callable[[], float]) -> float:
     """Return the positive number that was measured first for `what` on this machine, or measure it now and keep it.
 
-    Runs that choose by it choose alike, and so do the ranks of a run, and a run that goes on.
+    Runs that choose by it choose alike, and so do the ranks of a run, and a resumed run.
     """
     file = state_dir() / "measured" / hashlib.sha256(repr(tuple(what)).encode()).hexdigest()[:32]
     if (kept := _number(file)) is not None:

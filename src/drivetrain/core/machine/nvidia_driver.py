@@ -1,4 +1,4 @@
-"""Asks NVIDIA's driver for its devices, in an interpreter of its own that imports nothing but the standard library.
+"""Asks NVIDIA's driver for its devices, in a separate interpreter that imports nothing but the standard library.
 
 The driver does not survive a fork: a process that started it, even by torch.cuda.is_available(), cannot fork ranks that use the
 devices. So a process that will fork calls `devices`, which runs this file as a program.

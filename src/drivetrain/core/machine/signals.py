@@ -238,7 +238,7 @@ def comes_again(number: int, frame: FrameType | None, here: int, wanted: Callabl
 
     If so, the signal is raised again soon, if still `wanted`. Python drops exceptions in a fork hook or a destructor, and
     logging catches them while it writes a line. An exception while torch starts ranks would make it lose the started ones.
-    `here` is the id of the process that set the handler: a process just forked from it has no handler of its own yet.
+    `here` is the id of the process that set the handler: a process just forked from it has no handler yet.
     """
     if os.getpid() == here and not _drops_exceptions(frame):
         return False

@@ -1,5 +1,5 @@
 # long: what the groups know of each other is read side by side
-"""The facts that an option of each config group tells the others, which know no more of it: groups do not import each other.
+"""The facts about an option of each config group that the other groups may read: groups do not import each other.
 
 The base class of a group derives from its class here, so that what follows is said once. Methods that are abstract here are
 those of the base class.
@@ -278,7 +278,7 @@ class Model:
 
     @property
     def has_tokenizer(self) -> bool:
-        """True if the model has a tokenizer of its own, which is then the data's."""
+        """True if the model has its own tokenizer, which the data then uses."""
         return False
 
     @property

@@ -43,7 +43,7 @@ class Horizon(NamedTuple):
         return last + (self.updates - begin) / (self.ends[last] - begin)
 
     def _updates_after(self, epochs: float) -> float:
-        """The number of updates made after so many epochs. Epochs after the end of the run are as long as the last one."""
+        """The number of updates made after some epochs. Epochs after the end of the run are as long as the last one."""
         whole = min(int(epochs), len(self.ends) - 1)
         begin = self.ends[whole - 1] if whole else 0
         return begin + (epochs - whole) * (self.ends[whole] - begin)
@@ -54,7 +54,7 @@ class Horizon(NamedTuple):
 
 
 def run_horizon(run: RunSpec, samples: int | None = None, batch: Batch | None = None) -> Horizon | None:
-    """The horizon of a run over so many training samples; None where the data must be read first, or fills no update.
+    """The horizon of a run over `samples` training samples; None where the data must be read first, or fills no update.
 
     `batch` is the batch option built over the data, if there is one.
     """

@@ -1,4 +1,4 @@
-"""The phases of an update: parts of a model that are trained one after the other, each by an optimizer and a loss of its own."""
+"""The phases of an update: parts of a model that are trained one after the other, each by its own optimizer and loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Phase:
     """Settings of a phase. Those that are None are the run's."""
 
     parameters: list[NamePattern]  # that it trains
-    every: Count = 1  # it runs in each so many updates
+    every: Count = 1  # the period of its updates
     lr: Positive | None = None
     max_norm: Positive | None = None  # of its gradients, as clip=norm has it
 

@@ -57,7 +57,7 @@ class Checkpointed(Protocol):
 
 
 class Trials(Protocol):
-    """The trials that an option may make before the ranks start, each in a process of its own."""
+    """The trials that an option may make before the ranks start, each in its own process."""
 
     @property
     def run(self) -> RunSpec: ...
@@ -74,13 +74,13 @@ class Trials(Protocol):
     def forecast_micro_batch(self, most: int, limit_gb: float | None) -> int | None:
         """Return the micro-batch, of at most `most` samples, that is forecast to be the largest that fits; 0 if none does.
 
-        None where it cannot be told, which is logged.
+        None where that is unknown, which is logged.
         """
 
     def look(self, steps: int, updates: int | None, micro_batches: Sequence[int]) -> dict[str, Any]:
-        """Train for some updates of so many steps (None: as the run is long), and then time updates of each micro-batch.
+        """Train for `updates` updates of `steps` micro-batches (None: the run's length), then time updates of each micro-batch.
 
-        Returns noise_scale (None: not to be told), updates, the samples of the training set, and update_seconds.
+        Returns noise_scale (None: unknown), updates, the samples of the training set, and update_seconds.
         """
 
     def thread_seconds(self, counts: Sequence[int]) -> list[float]:

@@ -92,7 +92,7 @@ def _stay(mode: bool = True) -> None:
 def keep_in_evaluation(module: torch.nn.Module, kept: bool = True) -> None:
     """Keep a module in evaluation mode while the model trains, or let it follow the model, which trains, again.
 
-    Its own `train` does nothing then. A class of its own, in its place, would be no longer of the type that others look for.
+    Its own `train` does nothing then. Another class in its place would no longer have the type that others look for.
     """
     if kept:
         module.eval()

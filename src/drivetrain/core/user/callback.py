@@ -1,4 +1,4 @@
-"""Callbacks: code of the user's that is told how a run goes."""
+"""Callbacks: the user's code that is called at the events of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _nothing(*given: object) -> None:
 
 @dataclass(frozen=True)
 class Event:
-    """The facts that a callback is told. All of them are for reading."""
+    """The facts that a callback gets, all read-only."""
 
     run_dir: Path
     config: Mapping[str, object]  # by dotted key, as "optimizer.lr", without what belongs to this machine
@@ -38,7 +38,7 @@ class Event:
 
 
 class Callback:
-    """Is told how a run goes, on rank 0. Override the events that you want.
+    """Is called at the events of a run, on rank 0. Override the events that you want.
 
     An `update` comes at log points only, each `log_every` updates, so that no step is held up. An exception of a callback
     ends the run after it was saved, with exit code 1.
@@ -50,7 +50,7 @@ class Callback:
     needs_model = False  # events have the model
 
     def start(self, event: Event) -> None:
-        """Training is about to begin, or to go on after a resume."""
+        """Training is about to begin, or to continue after a resume."""
 
     def update(self, event: Event) -> None:
         """An update was made and its record was logged."""

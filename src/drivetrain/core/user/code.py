@@ -22,7 +22,7 @@ def trust_problems(setting: str, name: str, trusted: Collection[str]) -> Iterato
 
 
 def import_name(name: str) -> Any:
-    """Return what the dotted name stands for. Raises ImportError, also for what a module raises, AttributeError or ValueError."""
+    """Return the object of a dotted name. Raises ImportError, also for what a module raises, AttributeError or ValueError."""
     if name.startswith(f"{given.PACKAGE}."):
         return given.find(name)
     module, _, attribute = name.rpartition(".")

@@ -22,7 +22,7 @@ _held: dict[str, object] = {}  # for as long as the program lives: its runs may 
 
 
 def find(name: str) -> object:
-    """Return what the name of a given object stands for. Raises ImportError in another program."""
+    """Return the given object of a name. Raises ImportError in another program."""
     if name not in _held:
         raise ImportError("it was an object of the program that started the run, and only that program can build it")
     return _held[name]

@@ -120,7 +120,7 @@ class BenchmarkAgent:
         self._started = False
 
     def attach(self, trainer: Trainer) -> None:
-        """Wrap a finished trainer's stream, and let the run go on without end."""
+        """Wrap a finished trainer's stream, and let the run continue without end."""
         trainer.endless()
         trainer.stream_watchers.append(lambda stream: self._serve(stream, trainer))
 
@@ -191,7 +191,7 @@ def short_updates(trainer: Trainer) -> Stream:
 
 
 def _facts(trainer: Trainer, elapsed_s: float, times: Times) -> JsonObject:
-    """The facts that a variant reports of itself after the warm-up, so many seconds after it began."""
+    """The facts that a variant reports of itself after the warm-up, that many seconds after its start."""
     steps = times.step_s()
     step_s = statistics.median(steps[trainer.timer.warmup :])
     return {
@@ -264,7 +264,7 @@ class VariantEnded(Exception):
 
 @dataclass(eq=False)
 class Variant:
-    """One job of a benchmark, in a live process of its own."""
+    """One job of a benchmark, in its own live process."""
 
     label: str
     job: Job
@@ -346,7 +346,7 @@ class Variant:
 
 @dataclass(eq=False)
 class StagedVariant(Variant):
-    """A job with stages: each stage is a live process of its own, and a block is made of theirs by their shares of the run."""
+    """A job with stages: each stage is a separate live process, and a block is made of theirs by their shares of the run."""
 
     _variants: list[tuple[Variant, float]] = field(default_factory=list)  # and the share of the run's updates
 

@@ -13,8 +13,8 @@ step-down procedure (1979), over the figures (one is enough for a FAIL) by Bonfe
 alpha spending (Lan & DeMets 1983) with Pocock's spending function. The margin is measured on the same seeds, so its own
 uncertainty counts too (that of a standard deviation of normal values), unless `margin` gives it.
 
-With asks=better, seeds go on until a variant is BETTER or WORSE than the first in the metric (a margin of 0), each at a level of
-5 % for all variants and looks, by the same procedures. BETTER or WORSE is shown next to PASS and FAIL.
+With asks=better, seeds are added until a variant is BETTER or WORSE than the first in the metric (a margin of 0), each at a level
+of 5 % for all variants and looks, by the same procedures. BETTER or WORSE is shown next to PASS and FAIL.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _Evidence:
         return float(stdtr(n - 1, beyond / error)), float(stdtr(n - 1, -beyond / error))
 
     def text(self, confidence: float) -> str:
-        """The difference in words. Where a run's figure is only known to be at least so much, it is no difference."""
+        """The difference in words. A figure that is only a lower bound gives no difference."""
         if self.censored:
             mine, theirs, n = *self.reached, len(self.before)
             return f"{self.figure.name}: {mine} of {n} seeds got there, and {theirs} of {n} of the first variant"
@@ -333,7 +333,7 @@ class QualitySettings:
 
     seeds: Count = 5  # trainings of each variant before the first look, and before each further one
     max_seeds: Count = 20  # while a variant is INCONCLUSIVE
-    quality_s: Positive | None = None  # no further seeds after so many seconds of training; null: as many as it takes
+    quality_s: Positive | None = None  # no further seeds after these seconds of training; null: no limit
     judge: list[str] | None = None  # evaluated figures that decide; null: the metric that ranks models, and the loss
     # A value of the metric, or accuracy>=0.98: the seconds until it is reached are judged too. null: the run's own target
     target: float | str | None = None

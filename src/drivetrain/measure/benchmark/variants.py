@@ -167,7 +167,7 @@ class Facts:
     seed: int
     set: str = "test"  # that the run is judged by
     figures: dict[str, dict[str, float]] = field(default_factory=dict)  # set → metric → its value at the end
-    # Since the first record, without start-up, which differs between a forked process and an interpreter of its own.
+    # Since the first record, without start-up, which differs between a forked process and a separate interpreter.
     # None: never reached, or no target was asked for.
     seconds_to_target: float | None = None
     updates_to_target: int | None = None
@@ -231,7 +231,7 @@ class TrainedRun:
     seed: int
     samples: int
     figures: dict[str, float] = field(default_factory=dict)  # by name
-    censored: list[str] = field(default_factory=list)  # figures that are at least so much: the time to a target never reached
+    censored: list[str] = field(default_factory=list)  # figures that are lower bounds: the time to a target never reached
     error: str | None = None
     facts: Facts | None = None  # further facts from its files
 
@@ -354,7 +354,7 @@ def trainings(
     """Yield what trains variants, in a folder below the output_dir of `first` that is removed at the end.
 
     `reach` is a target whose time is read of the runs, and which is set for all of them with `sets_target`; `known` are runs that
-    need no training again. What a variant advises is told with its first seed alone. A signal is forwarded to the run and raises
+    need no training again. A variant's advice is shown with its first seed only. A signal is forwarded to the run and raises
     Interrupted; a variant that cannot be composed raises UserError.
     """
     accelerators.find()  # this, and the import of torch, once here, because the runs are forked

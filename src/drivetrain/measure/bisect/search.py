@@ -89,7 +89,7 @@ class Measured:
 
 
 LEAST_ROUNDS, LEAST_SEEDS = 6, 4  # before an interval is trusted
-SPREADS = 1.0  # a difference in quality that is smaller than so many standard deviations of GOOD over its seeds does not matter
+SPREADS = 1.0  # a smaller difference in quality, in standard deviations of GOOD over its seeds, does not matter
 LEAST_MARGIN = 0.005  # nor does one below this share of GOOD's figure
 
 UNKNOWN = Interval(0.0, -math.inf, math.inf)
@@ -304,7 +304,7 @@ class ChangeSearch:
         low = 0.0
         while len(cause) < LARGEST:
             good, bad = 0, len(items)
-            while bad - good > 1:  # the effect of so many items, with the cause so far, is low and high
+            while bad - good > 1:  # the number of items whose effect, with the cause so far, is low and high
                 self.suspects = tuple(sorted(cause.union(items[good:bad])))
                 half = (good + bad) // 2
                 is_high, effect = self._ask(cause.union(items[:half]), low, high)

@@ -68,7 +68,10 @@ Keys = Sequence[tuple[str, str, str]]  # a key of the config, the tested run's v
 
 
 def different_keys(tested: Job, reference: Job) -> Keys:
-    """Return where the two configs differ. Where another option of a group is chosen, the group stands for its keys."""
+    """Return where the two configs differ.
+
+    Where another option of a group is chosen, the group is returned instead of its keys.
+    """
     ours, theirs = (job.composed.settings() for job in (tested, reference))
     keys = [k for k in dict.fromkeys([*ours, *theirs]) if ours.get(k) != theirs.get(k)]
     groups = [k for k in keys if k in tested.composed.choices]
@@ -350,7 +353,7 @@ def certify(
 def run_recorded(job: Job, updates: int, **look: object) -> Trace:
     """Return the trace of a run's first updates; `look` holds further fields of record.RecordingOptions. Raises UserError.
 
-    It is an ordinary run in a process of its own, with its ranks, that makes a few updates.
+    It is an ordinary run in its own process, with its ranks, that makes a few updates.
     """
     import torch  # noqa: F401 - imported once here, because the processes are forked
 

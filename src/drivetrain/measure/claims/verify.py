@@ -218,7 +218,7 @@ def used(
     joined: Callable[[Sequence[float]], float],
     more: float,
 ) -> OfRuns:
-    """The kind of what a run uses of its device: `joined` of all runs; others may use so much `more`."""
+    """The kind of what a run uses of its device: `joined` of all runs; others may use this `more`."""
 
     def made(runs: Sequence[Facts], metric: str | None, of_set: str | None) -> claims.Kind | None:
         found = [value for run in runs if (value := of(run))]
@@ -362,7 +362,7 @@ def both_sides(
 
 
 def train(spec: VariantSpec, claim: claims.Claim, seeds: Sequence[int], asked: Sequence[OfRuns]) -> ClaimRuns:
-    """Train with these seeds; with the first alone where it fails, or shows that nothing of what is asked can be told here.
+    """Train with these seeds; with the first alone if it fails, or shows that no asked figure can be decided here.
 
     Raises UserError where the run cannot be built, unless that may be because the device is another one than the claim's.
     """

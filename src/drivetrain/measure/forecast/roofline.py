@@ -1,6 +1,7 @@
 """The operations of a step on a device: each takes as long as it was timed here, or as its arithmetic or its traffic takes.
 
-A short look at this machine tells the limits of its device: products, convolutions, copies, and what an operation costs the host.
+A short measurement on this machine gives the limits of its device: products, convolutions, copies, and the host's cost of an
+operation.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Uncertain(NamedTuple):
         return Uncertain(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, factor: float | Uncertain) -> Uncertain:
-        """The figure so many times."""
+        """The figure times a factor."""
         factors = factor if isinstance(factor, Uncertain) else (factor, factor, factor)
         return Uncertain(*(a * b for a, b in zip(self, factors, strict=True)))
 

@@ -149,7 +149,7 @@ OF_NO_LINE = {"data": WAITING, "micro_batch": "model and loss", "update": "the u
 def _of_backward(operations: Sequence[TimedOperation], backward_ms: float | None) -> list[float]:
     """Return each operation's part of the backward, from the recorded times and the unwatched time `backward_ms`.
 
-    Each operation of the backward has a small cost that the records lack, and each record has a small cost of its own. The
+    Each operation of the backward has a small cost that the records lack, and each record itself has a small cost. The
     difference of the two times gives both costs together.
     """
     count, recorded = sum(o.backward_operations for o in operations), sum(o.backward_ms for o in operations)

@@ -108,7 +108,7 @@ def _ranks(profile: StepProfile, job: Job, ranks: int) -> Iterator[Problem]:
 
 
 def _now_and_then(profile: StepProfile, save_every: int | None, evaluate_every: int) -> Iterator[Problem]:
-    """The problems outside of updates: saving (each so many updates, and each epoch), and evaluating."""
+    """The problems outside of updates: saving (by updates and by epochs) and evaluating."""
     epoch_s, epochs = profile.updates * profile.step_ms / 1e3, profile.run_updates / max(1, profile.updates)
     saves = 1 + (profile.updates // save_every if save_every else 0)
     saving_s, evaluation_s = saves * (profile.saving_s or 0.0), profile.evaluation_s / evaluate_every  # of an epoch

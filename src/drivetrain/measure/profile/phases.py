@@ -82,7 +82,7 @@ class TimedPhases:
         self.update = self._timed("", partial(update, timed, self._reads(stream)))
 
     def _apart(self, step: Any) -> Any:
-        """The step with its phases told apart; one that is wrapped otherwise, such as by one graph, is a phase as it is."""
+        """The step divided into its phases; a step with other wrappers, such as one graph, is a single phase."""
         if type(step) is CallbackStep:
             return dataclasses.replace(step, inner=self._apart(step.inner))
         if type(step) is UpdateStep:

@@ -60,7 +60,7 @@ def sampled(phase: Callable[[], str], root: CodeType) -> Iterator[tuple[Clocks, 
 
 
 class _Instants:
-    """Counts random instants, and the seconds that they stand for, by what the thread does then."""
+    """Counts random instants, and the seconds that they represent, by the thread's work at each."""
 
     def __init__(self, clock: Clocks, place: Callable[[FrameType | None], tuple[str, Found]]) -> None:
         self.spent: defaultdict[tuple[str, Found], Spent] = defaultdict(Spent)
@@ -125,7 +125,7 @@ def _beginnings(code: CodeType) -> frozenset[int]:
 
 
 def thread_clock() -> Clocks:
-    """A clock of the calling thread, which begins now. Only Linux tells how long it waits for a core: elsewhere it never does."""
+    """A clock of the calling thread, which begins now. Only Linux reports its wait for a core; elsewhere that is 0."""
     queue = f"/proc/self/task/{threading.get_native_id()}/schedstat"
 
     def clock() -> Spent:

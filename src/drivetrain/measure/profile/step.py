@@ -67,7 +67,7 @@ class Looked(Attribution):
 def look(trainer: Trainer, stream: TrackedStream, profile_s: float) -> Looked:
     """Look at updates in turns: as they are, sampled, by their phases, and with each operation recorded.
 
-    The machine's speed changes, so that each look is one of several, and the intervals are told by their spread.
+    The machine's speed changes, so each look is repeated, and the spread gives the intervals.
     """
     on_cpu, block_s = trainer.device.type == "cpu", profile_s / LOOKS
     utilization = {} if on_cpu else device_shares(trainer, stream)

@@ -94,7 +94,7 @@ def _confusion(samples: Sequence[ShownSample], names: Sequence[str]) -> JsonObje
 
 
 def _ranked(samples: Sequence[ShownSample], loaded: LoadedRun, of: Sequence[str], looked_at: str) -> list[sheet.Section]:
-    """How well probabilities tell classes apart, each from the others, and whether they are what they say."""
+    """How well probabilities separate each class from the others, and their calibration."""
     shares, truth = np.array([sample.shares for sample in samples]), np.array([sample.truth for sample in samples]) > 0.5
     told_apart, found, line = list[charts.ChartLine](), list[charts.ChartLine](), [(0.0, 0.0), (1.0, 1.0)]
     for n in [n for n in map(loaded.classes.index, of) if 0 < truth[:, n].sum() < len(samples)][:MOST_CLASSES]:

@@ -134,7 +134,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: ParamsT, *, loop: bool = False, **settings: object) -> None:
         """`settings` are those that the formulas of the subclass name."""
-        self.loop = loop  # every parameter is a chunk of its own
+        self.loop = loop  # every parameter is its own chunk
         self._chunks: dict[int, tuple[list[bool], list[Chunk]]] = {}  # group's index → (which have a gradient, chunks)
         super().__init__(params, settings)
 
