@@ -17,7 +17,6 @@ import drivetrain
 from drivetrain.core.step import rng
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch.job import prepare
-from tests.saving.test_resume import stop_at  # noqa: F401 (fixture)
 from tests.support import command
 from tests.support.command import ROOT, only_run
 from tests.support.same_end import differences
@@ -123,7 +122,7 @@ def test_it_trains_as_the_loop_beside_it(name: str, example: Callable[[str], Tra
     ("name", "middle"),
     [("balanced", 14), ("curriculum", 14), ("truncated_backpropagation", 12), ("diffusion", 17), ("dino", 17), ("clip", 17)],
 )
-def test_it_resumes_exactly_in_the_middle_of_an_epoch(name, middle, words, stop_at):  # noqa: F811
+def test_it_resumes_exactly_in_the_middle_of_an_epoch(name, middle, words, stop_at):
     given = words(name)
     whole = run_to_end(given)
     stop_at(middle)
