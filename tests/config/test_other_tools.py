@@ -188,7 +188,7 @@ def test_one_text_is_a_list_of_texts():
 def test_a_pattern_that_matches_nothing_names_little():
     names = [f"features.{n}.weight" for n in range(70)] + ["head.weight", "head.bias"]
     with pytest.raises(
-        UserError, match=r"matches no parameter of the model: there is: features, head, and what is in them"
+        UserError, match=r"matches no parameter of the model: there is: features, head, and their parts"
     ) as refused:
         check_patterns(names, {"key": ["foo"]}, "parameter")
     assert len(str(refused.value)) < 150

@@ -22,10 +22,10 @@ SEARCH_FACTOR = 1.1  # the largest micro-batch is found to within this factor
 
 @dataclass(eq=False)
 class AutoBatch(Batch):
-    """Finds the largest micro-batch that fits by trial before the run; gradient accumulation keeps the global batch.
+    """Finds the largest micro-batch that fits by trials before the run; gradient accumulation keeps the global batch.
 
-    Trials begin at the forecast size, and only they decide. Each runs in a separate process, which may run out of memory. A CPU
-    has no memory limit: set `memory_gb`.
+    Trials begin at the forecast size, and only trials decide. Each one runs in a separate process, which may run out of memory.
+    A CPU has no memory limit: set `memory_gb`.
     """
 
     effect = "close"
@@ -107,9 +107,9 @@ def _sizes_between(low: int, high: int) -> list[int]:
 class Critical(Batch):
     """batch=critical: the batch that reaches a target soonest, by the gradient noise scale (McCandlish et al. 2018).
 
-    Before the ranks start, a separate process trains for `look_updates` updates of `global_batch` samples and measures the
-    noise scale, the critical batch. By itself it takes a thirtieth of the run, within 50 and 200 updates: the noise scale of a
-    network that has just begun to learn is small. A batch of B samples takes 1 + critical / B times the fewest possible updates.
+    Before the ranks start, a separate process trains for `look_updates` updates of `global_batch` samples and measures the noise
+    scale, the critical batch. By default that is a thirtieth of the run, from 50 to 200 updates: the noise scale is small at the
+    start of training. A batch of B samples takes 1 + critical / B times the fewest possible updates.
 
     - by=time: the process measures how long an update of `global_batch` samples, of twice as many and so on to `max` takes.
       The batch with the least updates × seconds is taken.

@@ -29,8 +29,8 @@ class Bucketed(Batch):
 
     Lengths are padded to multiples of `pad_to`. An epoch shuffles the samples, sorts them by padded length (stably: samples of
     one length stay shuffled), splits them into updates and shuffles the updates; all ranks and micro-batches of an update have
-    about the same length. With `tokens` each update is filled up to that number, padding included, so that short samples come in
-    larger batches.
+    about the same length. With `tokens` each update is filled up to that number, padding included, so that batches of short
+    samples are larger.
     """
 
     effect = "changes"
@@ -81,7 +81,7 @@ class Bucketed(Batch):
         return orders.slices_of(order[self.padded[order].argsort(stable=True)])
 
     def _in_turn(self, lengths: torch.Tensor, world: World) -> tuple[torch.Tensor, int]:
-        """Return the micro-batch of each sample of an update, counted rank by rank, and a rank's, as in `_dealt`."""
+        """Return each sample's micro-batch, counted rank by rank, and a rank's micro-batches, as in `_dealt`."""
         steps = self._turns(len(lengths), world, 0)
         place = torch.empty_like(lengths)
         place[lengths.argsort(descending=True, stable=True)] = torch.arange(len(lengths))

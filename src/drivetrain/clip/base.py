@@ -76,7 +76,7 @@ class Norm(Clip):
 
         def clip() -> None:
             with torch.no_grad():
-                factor = (self.max_norm / (norm(parameters, self.norm_type) + 1e-6)).clamp_(max=1.0)  # as torch has it
+                factor = (self.max_norm / (norm(parameters, self.norm_type) + 1e-6)).clamp_(max=1.0)  # as in torch
                 for group in on_device:
                     if gradients := [p.grad for p in group if p.grad is not None]:
                         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
@@ -102,12 +102,12 @@ class Value(Clip):
 
 
 class Agc(Clip):
-    """Adaptive gradient clipping: scale each unit's gradient so that its norm is at most `clip_factor` × the norm of the
-    unit's weights (Brock et al. 2021, NFNets).
+    """Adaptive gradient clipping (Brock et al. 2021, NFNets): bounds each unit's gradient by its weights.
 
-    A unit is a row of a weight's first dimension (an output of a linear layer or convolution); a vector (bias, gain) is one
-    unit. A weight norm below `eps` counts as `eps`, so that weights that start at zero can move. As in the paper, the layers
-    that give the outputs are not clipped; with a phase of the updates, those of its own parameters.
+    The gradient's norm is at most `clip_factor` × the weights' norm. A unit is a row of a weight's first dimension (an output
+    of a linear layer or convolution); a vector (bias, gain) is one unit. A weight norm below `eps` counts as `eps`, so that
+    weights that start at zero can move. As in the paper, the output layers are not clipped; with phases, those among the
+    phase's parameters.
     """
 
     effect = "changes"
@@ -122,7 +122,7 @@ class Agc(Clip):
         updated = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
         among = updated if context.run.values["phases"] else None
         left = Architecture.of(context.model, context.example, among).of_outputs
-        # In the model's order: an optimizer's groups put biases after all weights. Other ranks may update some of them.
+        # In the model's order: an optimizer's groups put biases after all weights. Other ranks may update some parameters.
         clipped = [updated[name] for name, _ in context.model.named_parameters() if name in updated and name not in left]
         return self._clipping(clipped, context.parallel.row_sums)
 
@@ -160,8 +160,9 @@ class Agc(Clip):
 class Spike(Clip):
     """Skip an update whose gradient norm is above the mean of the last `window` ones by `factor` standard deviations.
 
-    As OLMo's optimizers with skipped steps do it (OLMo 2, 2025). Skipped ones count for the mean too, so that a norm which stays
-    high is soon ordinary. Until half a window is full nothing is skipped, and a norm that is not finite is left to the precision.
+    As in OLMo's optimizers with skipped steps (OLMo 2, 2025). Skipped updates count in the mean too, so that a norm which stays
+    high soon counts as normal. Until half a window is full nothing is skipped, and a norm that is not finite is left to the
+    precision.
     """
 
     effect = "changes"
@@ -190,7 +191,7 @@ class Spike(Clip):
 
 
 class SpikeGuard:
-    """The gradient norms of the last updates, and whether another one stands out."""
+    """The gradient norms of the last updates, and the test whether another one is an outlier."""
 
     def __init__(self, factor: float, window: int) -> None:
         self.factor, self.norms = factor, deque[float](maxlen=window)
@@ -214,7 +215,7 @@ class SpikeGuard:
 
 
 def _norms_of_all_parts(sums: groups.Sums, *of_parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Norms of whole units from those of this rank's parts, all by one sum over the ranks."""
+    """Norms of whole units from the norms of this rank's parts, all by one sum over the ranks."""
     squares = [torch.stack([norm.square() for norm in of_weight]) for of_weight in zip(*of_parts, strict=True)]
     whole = [square.sqrt_().unbind() for square in sums(squares)]
     return [list(norms) for norms in zip(*whole, strict=True)]

@@ -1,13 +1,13 @@
 """Installed packages that extend drivetrain: their options, verbs and callbacks, found by entry points.
 
-A package adds options by an entry point that names it, in its pyproject.toml, and by a folder `conf/` inside the package,
+A package adds options by an entry point with its name, in pyproject.toml, and by a folder `conf/` inside the package,
 laid out like drivetrain's own (`conf/<group>/<option>.yaml`):
 
     [project.entry-points."drivetrain.options"]
     my_pkg = "my_pkg"
 
-A verb of the command line is an entry point in the group `drivetrain.verbs`: `hello = "my_pkg.hello:command"`. A callback is one
-in the group `drivetrain.callbacks`: after `watch = "my_pkg.callback:Watch"`, `callbacks=[watch]` names it.
+A verb of the command line is an entry point in the group `drivetrain.verbs`: `hello = "my_pkg.hello:command"`. A callback is an
+entry point in the group `drivetrain.callbacks`: after `watch = "my_pkg.callback:Watch"`, `callbacks=[watch]` names it.
 
 The user has installed the package, so the classes in it that its options name are trusted like drivetrain's
 own, without `trust=[my_pkg]`. Shared recipes may choose such options; they can neither install a package nor name a class.

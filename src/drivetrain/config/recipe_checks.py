@@ -1,4 +1,4 @@
-"""The keys and values that a recipe may set, checked before any option is made or validated: a stranger may have written it."""
+"""The keys and values that a recipe may set, checked before any option is made or validated: the recipe may be a stranger's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, code_refusal, names_code
 
 Classes = Mapping[str, type[Option]]  # the key of an option's settings → its class
 OF_OPERATOR = frozenset(OPERATOR_KEYS)
-# The annotations of those texts of a recipe that belong to no group.
+# The annotations of a recipe's texts outside all groups.
 SELECT = allowed.FigureName | None
 TARGET = Annotated[str, allowed.Text(selection.PATTERN, "a metric and a value, as accuracy>=0.98")] | None
 OUTPUT = Annotated[str, allowed.Text(r"\w{1,100}(\.\w{1,100}){0,9}", "the name of a part of the output, as logits")] | int | None
@@ -40,7 +40,7 @@ def problems(composed: Composed, classes: Classes) -> Iterator[str]:
 def code_problems(composed: Composed) -> Iterator[str]:
     """The problems of a recipe that chooses model=own, data=own, loss=own or metrics=[own], which name code.
 
-    Where the command line chooses an option of the group too, that is the operator's choice.
+    A choice on the command line is the operator's and overrides the recipe's.
     """
     recipe = composed.recipe
     if recipe is None:
@@ -51,7 +51,7 @@ def code_problems(composed: Composed) -> Iterator[str]:
 
 
 def not_for_recipes(plain: Mapping[str, object], classes: Classes) -> Iterator[str]:
-    """The dotted keys of a config whose values no recipe may have: the operator gave them, and a run's recipe leaves them out."""
+    """The dotted keys of a config that no recipe may have: the operator sets them, and a run's recipe leaves them out."""
     for prefix, cls in classes.items():
         section: Any = plain
         for part in prefix.split("."):
@@ -76,7 +76,7 @@ def _is_machine_local(key: str, classes: Classes) -> bool:
 
 
 def local_settings(cls: type[Option]) -> tuple[str, ...]:
-    """The class's machine-local settings; a sum's are those of its parts, which are classes of their own here."""
+    """The class's machine-local settings; a sum's are its parts' settings, which have separate classes here."""
     return cls.machine_local_keys if isinstance(cls.machine_local_keys, tuple) else ()
 
 

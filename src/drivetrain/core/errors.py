@@ -12,8 +12,8 @@ from typing import TypeVar
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 DONE, FAILED, BAD_CONFIG, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 75
-SHORTEST = 3  # letters of a name that is found within another
-MOST_SHOWN = 2_000  # characters of a problem; of a longer one the middle is left out
+SHORTEST = 3  # letters of a name to be found within another
+MOST_SHOWN = 2_000  # characters of a problem; a longer one loses its middle
 EXIT_OF_STATUS = {"completed": DONE, "failed": FAILED, "diverged": DIVERGED, "interrupted": INTERRUPTED}
 
 
@@ -28,7 +28,7 @@ class UserError(ValueError):
         return type(self), (self.problems,)
 
 
-LOGIN = re.compile(r"(?<=://)[^\s/]+(?=@)|(?<=\w:/)[^\s/:]+:[^\s/]*(?=@)")  # in an address, also one that was taken for a path
+LOGIN = re.compile(r"(?<=://)[^\s/]+(?=@)|(?<=\w:/)[^\s/:]+:[^\s/]*(?=@)")  # in an address, also one taken for a path
 
 
 def without_logins(text: str) -> str:
@@ -67,7 +67,7 @@ class OperatorGives(str):
 class DataError(UserError):
     """A sample that cannot be read; the message names its file."""
 
-    at_once = False  # it is no fault of the sample, and others need not be looked at
+    at_once = False  # not the sample's fault: other samples need not be checked
 
 
 MOST_TOLD = 20  # problems of one kind that are listed
@@ -75,16 +75,16 @@ MOST_COUNTED = 1_000  # nobody reads more of them
 
 
 def told(problems: Sequence[str], mend: str = "") -> list[str]:
-    """The first of some problems, how many more there are, and how to mend them; a single one has its mend already."""
+    """The first of some problems, how many more there are, and the remedy; a single one has its remedy already."""
     left = len(problems) - MOST_TOLD
     more = f"… and {'at least ' * (len(problems) >= MOST_COUNTED)}{left:,} more"
     return [*problems[:MOST_TOLD], *([more] if left > 0 else []), *([mend] if mend and len(problems) > 1 else [])]
 
 
 def each_read(items: Iterable[Item], read: Callable[[Item], Made], mend: str = "") -> Iterator[Made]:
-    """Yield what `read` gives for each item. Raises DataError with the problems of all of them, once the good ones are read.
+    """Yield `read(item)` for each item.
 
-    `mend` says what to do about `{count}` of them.
+    After all good ones are read, raises DataError with the problems of the others. `mend` is the remedy for `{count}` of them.
     """
     problems: list[str] = []
     for item in items:
@@ -137,7 +137,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 def near_names(given: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """At most three known names like this one; else those that it is in, or the longest in it: plateau of ReduceLROnPlateau."""
+    """At most three similar known names; else names that contain it, or the longest within it (plateau in ReduceLROnPlateau)."""
     plain, word = {folded(name): name for name in known}, folded(given)
     if word in plain:
         return [plain[word]]
@@ -148,7 +148,7 @@ def near_names(given: str, known: Iterable[str], cutoff: float = 0.6) -> list[st
 
 
 def folded(name: str) -> str:
-    """A name as people spell it alike: without capitals, and without - and _ but for those of a flag."""
+    """A name in a normal form: lower case, without - and _, except those of a flag."""
     return name[:2].lower() + name[2:].lower().replace("_", "").replace("-", "")
 
 

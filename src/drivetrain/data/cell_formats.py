@@ -1,4 +1,4 @@
-"""How the cells of a table are written: the styles of numbers, the forms of dates, and numbers as words."""
+"""The formats of a table's cells: styles of numbers, forms of dates, and numbers as words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DATES = "dates are read as 2024-01-31, 31.01.2024, 31/01/2024, 01/31/2024 and 20
 FORMS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d")  # of dates, in addition to ISO's
 ISO = re.compile(r"(?!0000)[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,9})?)?)?")  # without a time zone
 UNIT = "[$€£¥₹₽₩₺%]|USD|EUR|GBP|CHF|JPY|INR|CNY|[kcm]?m[²³]?|ft[²³]?|sqm|sqft|mi|[km]?g|lbs?|[m]?l|min|h|k?Wh?|°[CF]?"
-SPACES = "\u00a0\u202f"  # that do not end a line, as in 1 234
+SPACES = "\u00a0\u202f"  # spaces within a number, as in 1 234
 EXACT = 2**53  # whole numbers beyond it are not distinct as floats
 
 
@@ -48,7 +48,7 @@ class Style:
         return values, which
 
     def is_of(self, words: pa.StringArray) -> bool:
-        """True if all words are numbers of this style, and its marks are among them."""
+        """True if all words are numbers of this style and use its marks."""
         mark = self.thousands or self.decimal.replace(".", "")
         return bool(numbers_of(pc.match_substring(self._bare(words), mark)).any() and self.numbers(words)[1].all())
 
@@ -65,7 +65,7 @@ STYLES = [(decimal, thousands) for decimal in ".," for thousands in ("", ",", ".
 
 
 def as_text(number: float) -> str:
-    """Return a number as the name of a class or category: whole ones without a decimal point, as texts have them."""
+    """Return a number as the name of a class or category: whole ones without a decimal point."""
     return str(int(number)) if number.is_integer() else str(number)
 
 
@@ -105,7 +105,7 @@ def styles_of(words: pa.StringArray, codes_too: bool) -> list[Style]:
 
 
 def decimal_of(cells: Cells, styles: Mapping[str, Sequence[Style]]) -> str | None:
-    """Return the decimal mark that the columns have which can be read in one way; None where they have none, or both."""
+    """Return the decimal mark of the unambiguous columns; None where they have none, or both."""
     found = {"." for values in cells.columns.values() if not isinstance(values, Words)}
     for name, fitting in styles.items():
         words = cells.columns[name]
@@ -129,7 +129,7 @@ def date_form(words: Words) -> list[str | int] | None:
 
 
 def read_dates(texts: Sequence[str], form: str, parts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the parts (n, parts) of dates, NaN for texts that are none of this form; and which are, bool."""
+    """Return the parts (n, parts) of dates, NaN for texts of another form; and which are of this form, bool."""
     found = np.full((len(texts), parts), np.nan)
     if not form and all(map(ISO.fullmatch, texts)):
         with contextlib.suppress(ValueError):  # as NumPy reads them all at once
@@ -141,7 +141,7 @@ def read_dates(texts: Sequence[str], form: str, parts: int) -> tuple[np.ndarray,
             return np.stack(whole[:parts], 1).astype(float), np.ones(len(texts), bool)
     for n, text in enumerate(texts):
         with contextlib.suppress(ValueError):
-            date, _, clock = text.replace("T", " ").partition(" ")  # of other forms the time is read alone
+            date, _, clock = text.replace("T", " ").partition(" ")  # for other forms the time is read separately
             at = datetime.strptime(date, form) if form else datetime.fromisoformat(text)
             at = datetime.combine(at, time.fromisoformat(clock)) if form and clock else at
             found[n] = (at.year, at.month, at.day, at.weekday(), at.hour + at.minute / 60)[:parts]

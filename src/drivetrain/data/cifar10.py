@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 PIXELS = 3 * 32 * 32
 TRAIN = [f"data_batch_{i}" for i in range(1, 6)]
 NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-MAX_BYTES = 512 << 20  # that an archive may unpack to; the real ones come to 186 million
+MAX_BYTES = 512 << 20  # of an unpacked archive; the real ones have 186 million
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"  # of the archive at URL
-# Of the files as they were published, in the binary and in the Python version.
+# Of the published files, in the binary and in the Python version.
 FILES = {
     "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
     "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
@@ -90,7 +90,7 @@ class Cifar10(Data):
         root = Path(str(self.root))
         found = _find(root)
         if found is None:
-            if not self.download:  # it was there when the config was checked
+            if not self.download:  # it existed when the config was checked
                 raise UserError(self._missing())
             download(URL, root / VERSIONS[0].archive, SHA256)
             found = VERSIONS[0], root / VERSIONS[0].archive
@@ -98,7 +98,7 @@ class Cifar10(Data):
         files = _read_files(version, path)
         if others := [name for name, content in files.items() if hashlib.sha256(content).hexdigest() != FILES[name]]:
             logger.warning(
-                "%s: not as CIFAR-10 was published (another SHA-256): %s. They are read as they are; where they should be the "
+                "%s: not as CIFAR-10 was published (another SHA-256): %s. They are read unchanged; if they should be the "
                 "originals, fetch %s again",
                 path, ", ".join(others), version.archive,
             )  # fmt: skip
@@ -118,7 +118,7 @@ def _find(root: Path) -> tuple[Version, Path] | None:
 
 
 def _read_files(version: Version, path: Path) -> dict[str, bytes]:
-    """Read the six files; return their contents by name, the test's last. Raises DataError naming what is missing."""
+    """Read the six files; return their contents by name, the test's last. Raises DataError with the names of missing files."""
     names = [name + version.ending for name in [*TRAIN, "test_batch"]]
     if path.is_dir():
         files = {file: read_whole(path / file, MAX_BYTES) for file in names if (path / file).is_file()}
@@ -130,7 +130,7 @@ def _read_files(version: Version, path: Path) -> dict[str, bytes]:
 
 
 def _to_tensors(name: str, x: np.ndarray, y: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn arrays into images (n, 3, 32, 32) uint8 and labels (n,) int64. Raises DataError for labels that do not exist."""
+    """Turn arrays into images (n, 3, 32, 32) uint8 and labels (n,) int64. Raises DataError for labels out of range."""
     if not len(y):
         raise DataError(f"{name} holds no images: fetch the archive again")
     if not 0 <= y.min() <= y.max() < len(NAMES):
@@ -156,7 +156,7 @@ ARRAYS = {
 def _read_pickle(name: str, content: bytes) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the longest text of a pickle, its images, and the list of numbers after `labels`. Raises DataError.
 
-    The pickle is not run: its operations are looked at, and nothing that it names is imported.
+    The pickle is not run: only its operations are read, and nothing that it names is imported.
     """
     try:
         found = [(operation.name, argument) for operation, argument, _ in pickletools.genops(content)]
@@ -203,9 +203,10 @@ def read_members(archive: Path, names: set[str], max_bytes: int) -> dict[str, by
 
 
 def download(url: str, path: Path, sha256: str) -> None:
-    """Download `url` to `path`, unless it is there. The file is complete and has this digest, or it is not kept.
+    """Download `url` to `path`, unless it exists.
 
-    One process of a machine downloads; the others wait for it. Raises UserError.
+    A file that is incomplete or has another digest is not kept. One process of a machine downloads; the others wait for it.
+    Raises UserError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with one_at_a_time(path.with_name(f".{path.name}.lock")):

@@ -87,9 +87,9 @@ def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.from_numpy(table[:, -1]).long()
 
 
-@lru_cache(maxsize=1)  # 20 ms of text, for half a megabyte
+@lru_cache(maxsize=1)  # parsing takes 20 ms, the result half a megabyte
 def read_table() -> np.ndarray:
-    """Return the file: a row (65,) for each digit, its pixels and what it is."""
+    """Return the file: a row (65,) for each digit: its pixels and its label."""
     return np.loadtxt(data_file("digits.csv.gz"), delimiter=",", dtype=np.float32)
 
 
@@ -103,8 +103,8 @@ class DigitScenes(HeldOut[Tensors, None, Tensors]):
     """Real digits (scikit-learn's) at random places on a canvas of noise, 24×24. Nothing is downloaded.
 
     The canvas has 2×2 cells, and each holds a digit with the probability `density`, somewhere within its 12×12 pixels. Targets
-    are the labels of the digits that are there, or a mask: 0 for the background, digit + 1 for its pixels. Scenes of the test
-    and of the validation set are made of digits that no other scene has. They are the same in every run.
+    are the labels of the digits that are there, or a mask: 0 for the background, digit + 1 for its pixels. Digits of the test and
+    validation scenes are in no other set. These scenes are the same in every run.
     """
 
     max_value = 16.0

@@ -1,4 +1,4 @@
-"""Reads the samples of a user's own Dataset: what each draws follows from seed, epoch and index."""
+"""Reads the samples of a user's own Dataset: their random draws follow from seed, epoch and index."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ class Reader(Generic[B]):
         self.used: list[int] = []  # the positions of the streams that were seen to move
         self.stateful = bool(owned.find({"data": dataset, "data.collate": together}))  # each read counts: none is repeated
         self._streams: list[RandomStream] = []
-        self.watched: list[RandomStream] = []  # those that only the Dataset draws from, where threads read it
+        self.watched: list[RandomStream] = []  # streams that only the Dataset draws from, where threads read it
         self._suspected = False  # whether one of them has moved
         self._unshareable: dict[bool, str | None] = {}  # what `unshareable` has found
-        self._constant = {0}  # the memory that several samples have, and none overwrites
+        self._constant = {0}  # memory that several samples share and none overwrites
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.dataset, self.together)
 
     def keeps(self) -> dict[str, object]:
-        """Return what the user brought by name."""
+        """Return the user's objects by name."""
         return {"data": self.dataset, "data.collate": getattr(self.together, "collate", None)}
 
     def drawn(self) -> list[str]:
-        """Return what the samples were seen to draw from, such as numpy."""
+        """Return the random streams that the samples were seen to draw from, such as numpy's."""
         return sorted({self._streams[number].name for number in self.used})
 
     def unshareable(self, threads: bool) -> str | None:
@@ -61,7 +61,7 @@ class Reader(Generic[B]):
         return self._unshareable[threads]
 
     def _find(self, index: int) -> list[RandomStream]:
-        """Return the streams that the Dataset may draw from, those included that it makes at its first sample."""
+        """Return the streams that the Dataset may draw from, including those made at its first sample."""
         if not self._streams:
             if not self.stateful:
                 with streams.apart():
@@ -71,7 +71,7 @@ class Reader(Generic[B]):
         return self._streams
 
     def read(self, indices: Sequence[int], keys: Sequence[int], *options: object) -> B:
-        """Return a batch whose samples draw by their keys; the streams are as they were before. Raises DataError."""
+        """Return a batch whose samples draw by their keys; the streams are restored afterwards. Raises DataError."""
         found = self._find(indices[0])
         saved = [stream.save() for stream in found]
         try:
@@ -86,7 +86,7 @@ class Reader(Generic[B]):
                     stream.restore(saved[n])
 
     def look(self, indices: Sequence[int]) -> B:
-        """Return a batch that is only looked at: its samples draw the same in every run. Raises DataError."""
+        """Return a batch for inspection: its samples draw the same in every run. Raises DataError."""
         return self.read(indices, keys(0, 0, torch.tensor(indices)).tolist())
 
     def share(self, watch_torch: bool) -> None:
@@ -99,7 +99,7 @@ class Reader(Generic[B]):
         return suspected
 
     def plain(self, indices: Sequence[int], *options: object) -> B:
-        """Return a batch whose samples draw as they come. Raises DataError."""
+        """Return a batch whose samples draw from the streams as they are. Raises DataError."""
         saved = [stream.save() for stream in self.watched]
         batch = self._unkeyed(indices, options)
         if any(stream.moved(state) for stream, state in zip(self.watched, saved, strict=True)):
@@ -112,7 +112,7 @@ class Reader(Generic[B]):
         return self._together(indices, samples, options)
 
     def _check_memory(self, indices: Sequence[int], samples: Sequence[object]) -> None:
-        """Raise UserError where a sample overwrites another one of its batch, which would then have it twice."""
+        """Raise UserError where a sample overwrites another one of its batch, which would then hold one sample twice."""
         owners: dict[int, int] = {}
         for other, sample in zip(indices, samples, strict=False) if len(samples) > 1 and not self.stateful else ():
             for place in map(sharing.address, sharing.arrays(sample)):

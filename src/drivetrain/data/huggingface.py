@@ -27,11 +27,11 @@ from drivetrain.data.untrusted import read_image_file
 if TYPE_CHECKING:
     from datasets import Dataset
 
-VALIDATION = ("validation", "valid", "val", "dev")  # the names that a split for it has
+VALIDATION = ("validation", "valid", "val", "dev")  # the usual names of a validation split
 LOOKED_AT = 1000  # texts whose lengths are counted, spread evenly
 
 
-Known = tuple[Mapping[str, "Dataset"], TargetReader, Tokenizer]  # the splits, what reads labels, and what encodes texts
+Known = tuple[Mapping[str, "Dataset"], TargetReader, Tokenizer]  # the splits, the reader of labels, and the encoder of texts
 
 
 @dataclass(kw_only=True, eq=False)
@@ -77,7 +77,7 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known, "Images | Texts"
 
     def read(self) -> tuple[Images | Texts, Known]:
         found, tokenizer = load_from_disk("data.root", str(self.root)), self.given_tokenizer()
-        assert tokenizer is not None  # none is trained
+        assert tokenizer is not None  # huggingface never trains one
         splits = found if isinstance(found, dict) else {self.train: found}
         rows = self._checked("train", self.train, splits)
         names = getattr(rows.features[self.label], "names", None)

@@ -37,8 +37,8 @@ from drivetrain.data.tokenizer import (
 )
 from drivetrain.data.untrusted import MAPPED, as_utf8, decode, let_go, lines_of, mapped
 
-TOGETHER = 1024  # texts that are tokenized at a time, by the threads of a tokenizer
-TRAINED_ON = 64 << 20  # bytes of texts, about, that byte pairs are trained on at most
+TOGETHER = 1024  # texts tokenized at a time, by the threads of a tokenizer
+TRAINED_ON = 64 << 20  # most bytes of texts, about, for training byte pairs
 
 
 class TextLine(NamedTuple):
@@ -46,19 +46,19 @@ class TextLine(NamedTuple):
 
     text: str
     label: str
-    end: int = 0  # bytes of the files up to its end
+    end: int = 0  # bytes of the files up to the text's end
     answers: Sequence[tuple[int, int]] = ()  # where they stand in the text of a conversation
     number: int = 0  # of its line in the file
 
 
-Known = tuple[Tokenizer, TargetReader]  # what encodes texts, and what reads their classes
+Known = tuple[Tokenizer, TargetReader]  # the encoder of texts, and the reader of their classes
 
 
 @dataclass(kw_only=True, eq=False)
 class Jsonl(FromFile[Any, Known, Any], TextData):
     """Texts of a file of JSON lines. Without `label` the model learns to predict the next token, with it the text's class.
 
-    Longer texts are cut into pieces of `length` tokens; of a text that has a class only the first piece is read. Without a test
+    Longer texts are cut into pieces of `length` tokens; a text with a class is read up to its first piece. Without a test
     file, the share `holdout` of the texts is held out, chosen by the hash of their content.
     """
 
@@ -69,7 +69,7 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
     reads_what: ClassVar[str] = "a file with one JSON object on each line"
     samples_are: ClassVar[str] = "texts"
     _one_row = False  # whether the model takes packed samples in one row
-    least_token = 0  # to which there has to be room for tokens
+    least_token = 0  # the least context length in tokens
     instead = "set data.label to its key in the JSON objects"  # where there is no class
 
     text: ColumnName = "text"
@@ -88,7 +88,7 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
 
     def resolve(self, run: RunSpec) -> Self:
         found = super().resolve(run)
-        # The task's wish: where data.label says another thing, one message says so, and not one of each option.
+        # Set by the task. If data.label disagrees, there is one message instead of one for each option.
         targets = next((kind for kind in ("tokens", "class") if kind in run.task.targets), found.targets)
         return found.with_values(_one_row=run.model.packs_in_one_row, targets=targets)
 
@@ -121,7 +121,7 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
 
     def read_inputs(self, file: Path | Iterable[bytes], data: Splits, size: int) -> Inputs:
         assert isinstance(file, Path)  # lines are texts, not JSON
-        self.kept_tokenizer(data)  # refused once, and not for each line
+        self.kept_tokenizer(data)  # refused once, not for each line
         lines = ((number, line) for number, line in lines_of(file, self.encoding) if line.strip())
         return Inputs(([f"{file}:{number}"], partial(self._encode_line, line, f"{file}", number, data)) for number, line in lines)
 
@@ -144,7 +144,7 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
 
     def kept(self, own: Splits) -> Known:
         tokenizer = self.given_tokenizer()
-        assert tokenizer is not None  # only byte pairs are trained, and the run has kept them
+        assert tokenizer is not None  # only byte pairs are trained, and the run keeps them
         return tokenizer, self._reader().of(own)
 
     def _reader(self) -> TargetReader:
@@ -204,9 +204,9 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
         }  # fmt: skip
 
     def _tokenized(self, place: str, tokenizer: Tokenizer | None) -> tuple[Documents, Tokenizer]:
-        """Return the documents of a file, and their tokenizer: this one, or else the training file's. Raises UserError."""
+        """Return the documents of a file, and their tokenizer: `tokenizer`, or else the training file's. Raises UserError."""
         path, tokenizer = Path(place), tokenizer or self.given_tokenizer()
-        next(self._read(path))  # a file of another kind is named before all of it is hashed
+        next(self._read(path))  # a file of another kind is reported before hashing all of it
         about = {
             **self._about(),
             "tokenizer": tokenizer.to_json() if tokenizer else [self.vocabulary, None if self.test else self.holdout],
@@ -215,7 +215,7 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
         return documents, tokenizer or from_json(documents.files[KEPT])
 
     def _work(self, path: Path, given: Tokenizer | None) -> Work:
-        """Return what tokenizes a file, whose tokenizer is trained where there is none."""
+        """Return the function that tokenizes a file; without a tokenizer it trains one."""
         tokenizer = given or BytePairs.trained(self._to_train_on(path), self.vocabulary)
         names = list[str]()
         number_of: dict[str, int] = {}
@@ -233,7 +233,7 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
         return Work(documents, max(tokenizer.largest(), self.least_token), {KEPT: tokenizer.to_json()}, names)
 
     def _to_train_on(self, path: Path) -> Iterator[str]:
-        """Yield the training texts, or as many as a tokenizer is trained on, chosen by their hashes."""
+        """Yield the training texts, or a part that suffices to train a tokenizer, chosen by hashes."""
         first = 0.0 if self.test else self.holdout
         size = sum(file.stat().st_size for file in self._files(path))
         last = first + (1 - first) * min(1.0, TRAINED_ON / max(size, 1))
@@ -372,8 +372,8 @@ class Tagged(NamedTuple):
 class Words(Jsonl):
     """Texts with a class for each word: lines such as {"tokens": ["the", "Nile"], "tags": ["O", "RIVER"]}.
 
-    A word's class is that of its first token. Its other tokens, and what the tokenizer puts around a text, have none. Of a longer
-    text the first `length` tokens are read.
+    A word's class is that of its first token. Its other tokens, and the tokenizer's special ones, have no class. Longer texts are
+    read up to `length` tokens.
     """
 
     reads_what = "a file whose lines are JSON objects with a list of words and a list of their classes"
@@ -436,7 +436,7 @@ class Words(Jsonl):
 
 
 def tokens_of(words: Sequence[str], tokenizer: Tokenizer, length: int) -> tuple[list[int], list[int]]:
-    """Return at most `length` tokens of a text, and the number of the word that each belongs to; -1: to none."""
+    """Return at most `length` tokens of a text, and each token's word number; -1: none."""
     begins, at = [], 0
     for word in words:
         begins.append(at)

@@ -27,7 +27,7 @@ from drivetrain.data.mixture import Mixture
 logger = logging.getLogger(__name__)
 
 OF_A_SOURCE = 21  # the stream of a source's own permutations
-ITS_OWN = {"train", *SPLITS, "normalize", "example", "origins", "inputs", "doubts", "token_bytes"}  # what sources may differ in
+ITS_OWN = {"train", *SPLITS, "normalize", "example", "origins", "inputs", "doubts", "token_bytes"}  # sources may differ in these
 # Properties on which all sources' options must agree, because the rest of a run reads them.
 ALIKE = ["tokens", "targets"] + [name for name, value in vars(groups.Data).items() if name[0] != "_" and not callable(value)]
 
@@ -49,7 +49,7 @@ class Joined(Source):
         return sum(self.sizes)
 
     def fetch(self, indices: torch.Tensor, *options: Any) -> tuple[Tree, Tree]:
-        """Return the samples at these positions, read by the sources that hold them."""
+        """Return the samples at these positions, each read by its source."""
         of = torch.bucketize(index_of(indices), self.ends, right=True)
         found: list[tuple[torch.Tensor, tuple[Tree, Tree]]] = []
         for number in of.unique().tolist():
@@ -122,7 +122,7 @@ def mixed(sizes: Sequence[int], mixture: Mixture, length: int) -> Order:
 
 
 def _of_first(method: str) -> Any:
-    """Return a method that the first source answers for all of them."""
+    """Return a method that the first source answers for all."""
     return lambda mix, *given: getattr(mix.first, method)(*given)
 
 
@@ -136,13 +136,13 @@ class Mix(Data):
 
     machine_local_keys = ("sources", "validation")
     identifying_keys = ("sources",)
-    sources: dict[str, Any] | None = None  # name → option, as which its settings arrive
+    sources: dict[str, Any] | None = None  # name → an option's settings
     weights: Annotated[dict[str, Annotated[float, Ge(0)]], Entries(PLAIN_NAME)] | None = None
     samples: Annotated[int, Ge(1)] | None = None
     at_most: Annotated[dict[str, Annotated[float, Gt(0)]], Entries(PLAIN_NAME)] | None = None
     window: Annotated[int, Ge(1), Le(4096)] = 16
     by_name: dict[str, Data] = field(init=False, default_factory=dict)
-    given: object = field(init=False, default=None)  # as data.validation, which each source has for itself
+    given: object = field(init=False, default=None)  # data.validation, which each source has itself
     not_mixed: ClassVar[dict[str, str]] = {
         "Mix": "it holds sources itself: name them side by side",
         "OwnDataset": "join the Datasets by torch's ConcatDataset, as data=own",
@@ -294,12 +294,12 @@ class Mix(Data):
 
 
 def _joined(name: str, of_source: str) -> str:
-    """Return the name of a source's set among those of all."""
+    """Return the name of a source's set among all sets."""
     return f"{name}_{of_source}" if of_source else name
 
 
 def _sets(name: str, option: Data, split: str) -> dict[str, object]:
-    """Return what an option was given for the sets of a split, by their names among those of all sources."""
+    """Return an option's setting for the sets of a split, by their names among all sets."""
     given = option.several(split) or {"": option.test if split == "test" else option.validation}
     return {_joined(name, one): value for one, value in given.items() if value is not None or split == "test"}
 

@@ -67,7 +67,7 @@ class Mixture:
         return found
 
     def at(self, seed: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the source of each position (n,), and the number of its samples that come before (n,)."""
+        """Return the source of each position (n,), and the number of this source's samples before it (n,)."""
         positions = self._shuffled(seed, positions)
         source, index = torch.empty_like(positions), torch.empty_like(positions)
 

@@ -50,7 +50,7 @@ class PipeSafeStream(io.TextIOWrapper):
     def _ignoring_a_closed_pipe(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:  # from now on the output goes nowhere, also what is left in the buffer at the end
+        except OSError as error:  # from now on all output is dropped, including the rest of the buffer at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             if not isinstance(error, BrokenPipeError):
                 raise

@@ -1,7 +1,7 @@
-"""Opens, reads and writes the files of a run: ordinary files only, and none that is larger than such a file can be.
+"""Opens, reads and writes the files of a run: only ordinary files of a plausible size.
 
-A run's directory may have come from anybody, or have been changed while the run trains. A link in it would be followed to a
-file elsewhere, a FIFO would make its reader wait for ever, and /dev/zero has no end.
+A run's directory may be anybody's, or may change while the run trains. A link in it could lead to a file elsewhere, a FIFO would
+block its reader for ever, and /dev/zero has no end.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, Any, Literal, overload
 
 MB = 2**20
-SMALL = 2**16  # bytes; files of the kernel say that they have none
-LARGEST = 64 * MB  # of the files that are read whole: configs, records, results, manifests
+SMALL = 2**16  # bytes; the kernel's files report a size of 0
+LARGEST = 64 * MB  # of files read whole: configs, records, results, manifests
 DEEPEST, MOST_EVENTS = 64, 50_000  # levels of a YAML file, and its values with the beginnings and ends of lists
 MOST_JSON = 10**6  # lists, mappings and keys of a JSON file
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))  # Windows has none of them
@@ -45,7 +45,7 @@ def descriptor(path: str | Path, flags: int, mode: int = 0o666) -> int:
 
 @contextlib.contextmanager
 def mode_of_umask(path: Path) -> Iterator[Path]:
-    """A context in which a library writes this file: who may read it is as the umask says; safetensors lets only its owner."""
+    """A context in which a library writes this file with the umask's permissions; safetensors allows only its owner."""
     handle = descriptor(path, os.O_CREAT | os.O_WRONLY)
     mode = stat.S_IMODE(os.fstat(handle).st_mode)
     os.close(handle)
@@ -74,7 +74,7 @@ def read_bytes(path: Path, most: int = LARGEST) -> bytes:
     """Read an ordinary file. Raises OSError, also where it is larger than `most` bytes."""
     with opened(path, "rb") as file:
         size = max(os.fstat(file.fileno()).st_size, SMALL)
-        content = file.read(size + 1) if size <= max(most, SMALL) else None  # as much memory is taken at once
+        content = file.read(size + 1) if size <= max(most, SMALL) else None  # this allocates the memory at once
     if content is None or len(content) > most:
         raise OSError(errno.EFBIG, f"it is larger than {most // MB} MB", str(path))
     return content
@@ -88,7 +88,7 @@ def read_text(path: Path, most: int = LARGEST) -> str:
 def read_json(path: Path, most: int = LARGEST) -> Any:
     """Read a JSON file. Raises OSError, and ValueError where it is none, nested too deep, or has too many lists and keys.
 
-    A list takes up to 40 times the bytes in memory that it has in the file.
+    In memory a list takes up to 40 times its bytes in the file.
     """
     return parse_json(read_text(path, most))
 
@@ -106,7 +106,7 @@ def parse_json(text: str) -> Any:
 def read_yaml(path: Path, most: int = LARGEST) -> Any:
     """Read a YAML file of plain values. Raises OSError, and ValueError where it is none, nested too deep or has aliases.
 
-    Loaders of trees call themselves for each level, and the one in C has no limit but the end of the stack.
+    Tree loaders recurse at each level, and the one in C is limited only by the stack.
     """
     import yaml
 
@@ -126,7 +126,7 @@ def read_yaml(path: Path, most: int = LARGEST) -> Any:
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """A context that one process of a machine is in at a time, while others wait; `path` is a file for that. Raises OSError."""
+    """A context for one process of a machine at a time, while others wait; `path` is the lock's file. Raises OSError."""
     with opened(path, "ab") as file:
         locks(file, wait=True)
         yield
@@ -175,13 +175,13 @@ def write_bytes(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
             temporary.replace(path)
-    except OSError as error:  # of a full disk, which names no file
+    except OSError as error:  # a full disk's error names no file
         error.filename = error.filename or str(path)
         raise
 
 
 def remove(path: Path) -> None:
-    """Remove whatever stands at a path, as far as it can be. What is no folder is not opened: a FIFO would be waited for."""
+    """Remove whatever is at a path, as far as possible. Only folders are opened: opening a FIFO would block."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -190,7 +190,7 @@ def remove(path: Path) -> None:
 
 
 def folder_in(run_dir: Path, name: str) -> Path:
-    """Return a folder of a run's directory, made where there is none. Raises OSError where it is a link, which leads outside."""
+    """Return a folder of a run's directory, made if it is missing. Raises OSError where it is a link, which leads outside."""
     folder = run_dir / name
     if folder.is_symlink():
         raise OSError(errno.ELOOP, "it is a link", str(folder))
@@ -199,7 +199,7 @@ def folder_in(run_dir: Path, name: str) -> Path:
 
 
 def place_for(path: Path) -> Path:
-    """Return the path of a file that a library is to write into a folder of a run. Raises OSError where the folder is a link.
+    """Return the path for a file that a library writes into a folder of a run. Raises OSError where the folder is a link.
 
     A link at the path itself is removed: the library would follow it.
     """

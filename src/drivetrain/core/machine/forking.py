@@ -1,4 +1,4 @@
-"""Forks processes in which torch can compute, also where this process has computed with several threads before."""
+"""Forks processes in which torch can compute, even if this process has computed with several threads."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from drivetrain.core.machine import isolation
 from drivetrain.core.machine.open_files import apart_after_fork
 from drivetrain.core.machine.signals import STOP_SIGNALS, handled_by
 
-LOOK_S = 1.0  # between two looks at whether the parent is there
+LOOK_S = 1.0  # between two checks for the parent
 HARD = 2  # OpenMP's omp_pause_hard
 
 
 class ForkedProcess(ForkProcess):
-    """A forked process that may compute. Signals end it as they end any new process, and it ends with the one that forked it."""
+    """A forked process that may compute. Signals end it like any new process, and it ends with its parent."""
 
     def __init__(self, *given: Any, parents_end: signal.Signals = signal.SIGKILL, **named: Any) -> None:
-        """`parents_end` is the signal that it gets when its parent has ended: SIGTERM for one that has something to save."""
+        """`parents_end` is the signal sent to it when its parent has ended: SIGTERM if it has something to save."""
         super().__init__(*given, **named)
         self._parents_end = parents_end
 
     def start(self) -> None:
-        """Fork. A signal that comes meanwhile is delivered when both processes have set up what it does."""
+        """Fork. A signal during the fork is delivered when both processes have set their handlers."""
         end_openmp_threads()
         with _signals_held(), apart_after_fork(), garbage_kept() as self._collects:
-            self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the new process has this thread alone
+            self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the new process has only this thread
             try:
                 super().start()
             finally:
@@ -62,8 +62,8 @@ class ForkedProcess(ForkProcess):
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """Hold stop signals back within the context, and deliver them at its end: a signal mask is of one thread only."""
-    if threading.current_thread() is not threading.main_thread():  # the main thread alone runs handlers
+    """Hold stop signals back within the context, and deliver them at its end: a signal mask applies to one thread."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread runs handlers
         yield
         return
     held: list[int] = []
@@ -77,7 +77,10 @@ def _signals_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def garbage_kept() -> Iterator[bool]:
-    """Collect no garbage within the context, in which this process forks. Yields whether it did. See `disown_garbage`."""
+    """Collect no garbage within the context, in which this process forks.
+
+    Yields whether collection was on. See `disown_garbage`.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -88,16 +91,16 @@ def garbage_kept() -> Iterator[bool]:
 
 
 def disown_garbage() -> None:
-    """In a forked process: collect only what becomes garbage that was made here.
+    """In a forked process: collect only garbage made in it.
 
-    To free what the parent had can wait for a thread that the fork did not copy, as a process group of gloo does, for ever. It
-    would also copy the pages which both processes share.
+    Freeing the parent's objects could wait for ever for a thread that the fork did not copy, as with a process group of gloo.
+    It would also copy the shared pages.
     """
     gc.freeze()
 
 
 def parent_pid() -> int:
-    """Return the process that started this one, also where it has ended already and another has adopted this one."""
+    """Return the id of the process that started this one, even if it has ended and another has adopted this one."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None or multiprocessing.get_start_method() == "forkserver":  # then a server is the parent
         return os.getppid()
@@ -105,7 +108,7 @@ def parent_pid() -> int:
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Send this process a signal soon after the one that started it has ended, whatever it does then."""
+    """Send this process a signal soon after its parent has ended, in any state."""
     parent = parent_pid()
 
     def watch() -> None:
@@ -134,19 +137,19 @@ def end_with_run(run: int) -> None:
 
 @functools.cache
 def end_with_users_parent() -> None:
-    """Save and end soon after the process has ended that started this one by multiprocessing, where one did."""
+    """Save and end soon after the end of the process that started this one by multiprocessing, if there is one."""
     if multiprocessing.parent_process() is not None:
         end_with_parent(signal.SIGTERM)
 
 
 def end_with_input() -> None:
-    """End this process when its standard input ends: it is a pipe, whose other end the process holds that started this one.
+    """End this process when its standard input ends: a pipe, with its other end held by the parent.
 
-    So it also ends where that one was gone before this function was called.
+    So this works even if the parent had ended before the call.
     """
 
     def watch() -> None:
-        while os.read(0, 1):  # not sys.stdin, whose lock a process that is forked from this one would find taken
+        while os.read(0, 1):  # not sys.stdin: a process forked from this one would find its lock taken
             pass
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -158,7 +161,7 @@ def end_openmp_threads() -> None:
 
     A fork does not copy them, so the forked process would wait for them for ever.
     """
-    with contextlib.suppress(OSError):  # another system than Linux
+    with contextlib.suppress(OSError):  # a system other than Linux
         mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()}
         for library in mapped:
             if Path(library).name.startswith(("libgomp", "libomp", "libiomp")):
@@ -166,8 +169,8 @@ def end_openmp_threads() -> None:
                     ctypes.CDLL(library).omp_pause_resource_all(HARD)
 
 
-LIMIT_S = 1800.0  # of work that does not say how long it may take: one that hangs is not waited for any longer
-MOST_READ = 4096  # bytes of the end of what it printed
+LIMIT_S = 1800.0  # the default limit of work, in case it hangs
+MOST_READ = 4096  # bytes of the end of its output
 
 T = TypeVar("T")
 
@@ -176,7 +179,7 @@ def limit_memory(more: int) -> None:
     """Let this process take only this many more bytes: further ones are a MemoryError. Linux alone."""
     import resource
 
-    with contextlib.suppress(OSError, ValueError):  # ValueError: it may take less already
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is lower already
         most = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * mmap.PAGESIZE + more
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
@@ -186,13 +189,13 @@ class NoAnswer(UserError):
 
 
 class Died(NoAnswer):
-    """A process has ended without a word, as one does that the system kills for its memory."""
+    """A process has ended without a message, as when the system kills it for its memory."""
 
 
 def answer_of(work: Callable[[Callable[[T], None]], object], failed: str, limit_s: float = LIMIT_S) -> T:
-    """Fork a process that calls `work(answer)`; return what is passed to `answer`, there or in a process that it forks itself.
+    """Fork a process that calls `work(answer)`; return the value passed to `answer`, there or in a process that it forks itself.
 
-    What it prints is not shown. Raises the UserError of the work, and NoAnswer, which begins with `failed`, for any other end.
+    Its output is not shown. Raises the UserError of the work, and NoAnswer, which begins with `failed`, for any other end.
     """
     connection, theirs = multiprocessing.Pipe(duplex=False)
     sys.stdout.flush()

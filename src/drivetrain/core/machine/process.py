@@ -11,12 +11,12 @@ from pathlib import Path
 __version__ = "0.1.0"
 PACKAGE = Path(__file__).resolve().parents[2]
 started = time.monotonic()  # `time_to_first_step_s` and `wall_s` count from here; forked ranks inherit it
-of_one_run = True  # this process was started for the run that it makes; a forked process has its parent's memory too
+of_one_run = True  # this process was started for its run; a forked process also has its parent's memory
 _date = time.time() - started
 
 
 def restart_clock() -> None:
-    """Set `started` to now, where a process begins a run that is not its first work."""
+    """Set `started` to now, for a run that is not the process's first work."""
     global started, of_one_run
     started, of_one_run = time.monotonic(), False
 
@@ -27,7 +27,7 @@ def command(module: str) -> list[str]:
 
 
 def import_path() -> str:
-    """PYTHONPATH of such an interpreter: it finds what this one does. An empty entry would be the working directory."""
+    """PYTHONPATH of such an interpreter: it finds the same packages. An empty entry would mean the working directory."""
     return os.pathsep.join(dict.fromkeys([str(PACKAGE.parent), *filter(None, sys.path)]))
 
 
@@ -42,5 +42,5 @@ def processor_seconds() -> float:
 
 
 def now() -> float:
-    """Return the seconds since 1970, by the date at which the process began: setting the clock does not make it jump."""
+    """Return the seconds since 1970, counted from the process's start, so that setting the clock causes no jump."""
     return _date + time.monotonic()

@@ -1,8 +1,7 @@
-"""The texts that a recipe may give. Anybody may have written it, so a text from it reaches a library only if a list has it.
+"""The texts that a recipe may give. A recipe may be anybody's, so a text from it reaches a library only if a list has it.
 
-A setting's annotation says what its text may be: a Literal, or `Annotated[str, Text(…)]`; for a mapping
-`Annotated[dict[str, Any], Entries(…)]`. What an annotation leaves open (a bare `str`, `dict` or `Any`), no recipe can
-set. The command line may set it all.
+A setting's annotation says what its text may be: a Literal, or `Annotated[str, Text(…)]`; for a mapping `Annotated[dict[str,
+Any], Entries(…)]`. No recipe can set a value whose annotation is open (a bare `str`, `dict` or `Any`); the command line can.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def _near(pattern: str, names: Collection[str]) -> str:
         return did_you_mean(pattern, {*names, *modules})
     outermost = sorted({name.partition(".")[0] for name in names})
     more = f", … ({len(outermost)} in all)" if len(outermost) > SHOWN else ""
-    return f"there is: {', '.join(outermost[:SHOWN])}{more}, and what is in them, such as {min(names, key=len, default='')}"
+    return f"there is: {', '.join(outermost[:SHOWN])}{more}, and their parts, such as {min(names, key=len, default='')}"
 
 
 def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
@@ -70,7 +69,7 @@ class Text:
 
 
 def one_of(*names: str) -> Text:
-    """A text that is one of these names."""
+    """A text among these names."""
     return Text("|".join(map(re.escape, names)), f"one of {', '.join(names)}")
 
 
@@ -78,7 +77,7 @@ def one_of(*names: str) -> Text:
 class Entries:
     """The entries that a mapping in a recipe may have: numbers, true, false, null and lists of these, under names of `names`.
 
-    An entry of an inner mapping is named with dots. `texts` says which entries may be a text, and which text.
+    An entry of an inner mapping has a dotted name. `texts` lists the entries that may be a text, and their texts.
     """
 
     names: Text
@@ -100,18 +99,18 @@ class Entries:
 
 
 class _Name(Text):
-    """A text of a Literal, whose other texts are refused by its type."""
+    """A text of a Literal: its type refuses all other texts."""
 
 
 class _Open:
-    """Stands for a part of an annotation that takes texts or mappings, and has no rule."""
+    """A part of an annotation that takes texts or mappings without a rule."""
 
 
 OPEN = _Open()
 
 
 def rules(hint: object) -> Iterator[Text | Entries | _Open]:
-    """The rules of an annotation for texts and mappings; OPEN for each part that takes some without a rule."""
+    """The rules of an annotation for texts and mappings; OPEN for each part without a rule."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         marks = [mark for mark in parts[1:] if isinstance(mark, Text | Entries)]
@@ -125,9 +124,9 @@ def rules(hint: object) -> Iterator[Text | Entries | _Open]:
 
 
 def problem(hint: object, value: Any, entry: str = "") -> str:
-    """The reason why a recipe may not give a setting of this annotation this value; "" where it may, or the type is wrong anyway.
+    """The reason why a recipe may not give this value to a setting of this annotation, or "".
 
-    `entry` is the dotted name within the setting, where the value is that of one entry of a mapping.
+    It is also "" where the type is wrong anyway. For one entry of a mapping `entry` is its dotted name within the setting.
     """
     if not entry and (value is None or isinstance(value, int | float)):
         return ""
@@ -168,7 +167,7 @@ FigureName = Annotated[str, Text(r"([A-Za-z_]\w{0,99}/)?[A-Za-z_]\w{0,99}", "a m
 NamePattern = Annotated[str, NAME_PATTERN]  # of parameters and modules
 ColumnName = Annotated[str, Text(r"\w[^/\\:\x00-\x1f\x7f-\x9f\u2028\u2029]{0,99}", "a column's name without / \\ and :")]
 FileName = Annotated[str, FILE_NAME]
-# Arguments of code that the operator trusts: plain ones. Paths and addresses are the operator's to give.
+# Arguments of code that the operator trusts: plain ones. Only the operator gives paths and addresses.
 Arguments = Annotated[
     dict[str, Any],
     Entries(Text(r"[A-Za-z]\w*(\.\w+)*", "the name of an argument"), ((Text(r".*", ""), PLAIN_NAME),)),

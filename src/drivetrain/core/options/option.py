@@ -26,7 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
-LARGEST_FLOAT = 1e38  # of a setting: float32, which it meets in the step, ends at 3e38
+LARGEST_FLOAT = 1e38  # of a setting: the step computes with it in float32, which ends at 3e38
 LARGEST_COUNT = 10**12
 Positive = Annotated[float, Gt(0), Le(LARGEST_FLOAT)]
 NonNegative = Annotated[float, Ge(0), Le(LARGEST_FLOAT)]
@@ -34,41 +34,41 @@ Share = Annotated[float, Ge(0), Le(1)]  # 0 … 1
 Momentum = Annotated[float, Ge(0), Lt(1)]  # 0 … below 1
 Count = Annotated[int, Ge(1), Le(LARGEST_COUNT)]
 CountOrZero = Annotated[int, Ge(0), Le(LARGEST_COUNT)]
-Few = Annotated[int, Ge(1), Le(100)]  # iterations within one update, and what else multiplies its time
+Few = Annotated[int, Ge(1), Le(100)]  # iterations within one update, and other factors of its time
 Bins = Annotated[int, Ge(2), Le(10_000)]  # of a metric: each has its counts
-# On training: the same numbers; the same mathematics, rounded otherwise or summed in another order; or another run.
+# On training: the same numbers; the same mathematics with other rounding or order of sums; or another run.
 Effect = Literal["exact", "close", "changes"]
 
 
 class Option:
     """One option of one config group. A group's base class is its off switch.
 
-    An option is data: its settings as the config gave them, which nobody sets a second time. The object that `build` returns
+    An option is data: its settings from the config, never set a second time. The object that `build` returns
     does the work in a run.
     """
 
     # The claim of an option against its group's off switch, or against others of its group that claim the same. `drivetrain
-    # compare` and `certify` test it. A class inherits `changes` alone; of a base class that is exact or close it states its own,
-    # or the contract test asks for it: what it does not say, it does not claim.
+    # compare` and `certify` test it. A class inherits only `changes`. With an exact or close base class it declares its own
+    # effect, or the contract test fails: without a declaration there is no claim.
     effect: ClassVar[Effect] = "changes"
-    changes: ClassVar[str] = ""  # what it changes in training, in one line, where it is not exact
+    changes: ClassVar[str] = ""  # its change of training, in one line, where it is not exact
     key_effects: ClassVar[Mapping[str, Effect]] = {}  # of settings whose values have another effect than the option
 
     # The changes of a group by a stage of a run: whether it may choose another option, and patterns of the settings that it may
-    # set. `why_fixed` is why the rest is one for the whole run. A group's base class says it.
+    # set. `why_fixed` is the reason why the rest is the same for the whole run. A group's base class sets it.
     stage_option: ClassVar[bool] = False
     stage_keys: ClassVar[tuple[str, ...]] = ()
     why_fixed: ClassVar[str] = "it is for the whole run"
 
-    # Of an option that finds something by trials before the ranks start (`choose`): what to set where there can be none. And
-    # whether a run cannot do without, so that it is refused where another launcher has started its ranks.
+    # Of an option that finds settings by trials before the ranks start (`choose`): the setting to use without trials, and whether
+    # the trials are required. Then a run is refused if another launcher has started its ranks.
     untried: str = ""
     needs_trial: ClassVar[bool] = False
 
-    step_waits = ""  # why a step waits for the device, where it has to; "" means that it never does
-    needs_real_tensors = ""  # why it cannot run on torch's fake tensors, by which the tests stand in for a device
+    step_waits = ""  # the reason why a step must wait for the device; "": it never does
+    needs_real_tensors = ""  # the reason why it cannot run on torch's fake tensors, the tests' substitute for a device
     machine_local_keys: ClassVar[tuple[str, ...]] = ()  # of this machine (paths, devices): not in recipes, nor the config hash
-    identifying_keys: ClassVar[tuple[str, ...]] = ()  # those of them that make another run: in the config hash after all
+    identifying_keys: ClassVar[tuple[str, ...]] = ()  # machine-local keys that change the run: in the config hash after all
 
     def __init_subclass__(cls, **named: object) -> None:
         super().__init_subclass__(**named)
@@ -97,14 +97,14 @@ class Option:
         return cls.all_of(run)[0]
 
     def unwritten(self, method: str) -> UserError:
-        """Return the error of an option whose class lacks a method that its base leaves to it."""
+        """Return the error of a class without a method that its base leaves to it."""
         cls = type(self)
         return UserError(
             f"{cls.__module__}.{cls.__name__} has no method {method}, which this run needs: write it as docs/extending.md shows"
         )
 
     def returned(self, method: str, found: T) -> T:
-        """Return what a method of this option returned. Raises UserError if the method must return something else."""
+        """Return a method's result. Raises UserError if it has the wrong type."""
         kind, what = RETURNS[method]
         if isinstance(found, str) or not isinstance(found, kind):
             cls, shown = type(self), repr(found)[:80]
@@ -113,17 +113,17 @@ class Option:
         return found
 
     def with_values(self, **values: object) -> Self:
-        """Return a copy with other values of settings, or of what follows from them."""
+        """Return a copy with other values of settings, or of attributes that follow from them."""
         made = copy.copy(self)
         vars(made).update(values)
         return made
 
     def copied(self) -> Self:
-        """Return a deep copy for one run, whose own methods may set what they like."""
+        """Return a deep copy for one run; its methods may set any attribute."""
         return copy.deepcopy(self).with_values(_in_run=True)
 
     def resolve(self, run: RunSpec) -> Self:
-        """Return this option with what depends on the others, which are resolved in the order of their groups.
+        """Return this option adapted to the others, which are resolved in the order of their groups.
 
         It is called once, before anything is validated.
         """
@@ -134,7 +134,7 @@ class Option:
         return self.effect
 
     def roundoff(self) -> float:
-        """Return the largest relative error of one rounding in what it computes: that of float32, unless it rounds more."""
+        """Return the largest relative rounding error of its computations: float32's, unless it rounds more."""
         return 2.0**-24
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -142,7 +142,7 @@ class Option:
         return iter(())
 
     def rules(self, run: RunSpec) -> Iterator[str]:
-        """Yield what `validate` does, and what a group asks of all its options."""
+        """Yield the problems of `validate`, and those of the group's own rules."""
         return self.returned("validate", self.validate(run))
 
     def advise(self, run: RunSpec) -> Iterator[str]:
@@ -154,11 +154,14 @@ class Option:
         return iter(())
 
     def choose(self, trials: Trials, recorded: JsonMapping | None = None) -> Option:
-        """Return this option with what trials find, before any rank starts. `recorded` is what a resumed run has found."""
+        """Return this option with the settings found by trials, before any rank starts.
+
+        `recorded` has a resumed run's findings.
+        """
         return self
 
     def build(self, context: BuildContext) -> Any:
-        """Return the runtime object: a copy of this option that `setup` has bound to one run.
+        """Return the runtime object: a copy of this option, prepared by `setup` for one run.
 
         The option itself does not change, and can be built again.
         """
@@ -167,10 +170,10 @@ class Option:
         return built
 
     def setup(self, context: BuildContext) -> None:
-        """Prepare this copy for its run. A technique overrides it to create what it needs."""
+        """Prepare this copy for its run. A technique overrides it to create its objects."""
 
 
-RETURNS: dict[str, tuple[type, str]] = {  # what a method is to return, and that in words
+RETURNS: dict[str, tuple[type, str]] = {  # the type that a method must return, and its description
     **dict.fromkeys(("resolve", "choose"), (Option, "return the option: self, or self.with_values(…)")),
     **dict.fromkeys(("validate", "validate_device"), (Iterable, "yield its problems, one line each")),
     "advise": (Iterable, "yield its warnings, one line each"),

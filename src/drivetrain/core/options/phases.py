@@ -20,10 +20,10 @@ Phases = Annotated[
 class Phase:
     """Settings of a phase. Those that are None are the run's."""
 
-    parameters: list[NamePattern]  # that it trains
+    parameters: list[NamePattern]  # the parameters that it trains
     every: Count = 1  # the period of its updates
     lr: Positive | None = None
-    max_norm: Positive | None = None  # of its gradients, as clip=norm has it
+    max_norm: Positive | None = None  # of its gradients, as in clip=norm
 
 
 def of(run: RunSpec) -> dict[str, Phase]:

@@ -33,7 +33,7 @@ class PrecisionStep(Protocol):
         """Accumulate the gradients of weight × loss."""
 
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], bool | None]) -> Made:
-        """Clip and update. False if the update was skipped, as where `clip` returns False."""
+        """Clip and update. False if the update was skipped, for example because `clip` returned False."""
 
 
 class LogWriter(Protocol):
@@ -63,7 +63,7 @@ class Trials(Protocol):
     def run(self) -> RunSpec: ...
 
     @property
-    def resumes(self) -> bool: ...  # from a checkpoint
+    def resumes(self) -> bool: ...  # whether the run continues a checkpoint
 
     def count_fitting(self, sizes: Sequence[int], most: int, limit_gb: float | None) -> int:
         """Return how many of these ascending micro-batch sizes fit, from the first; a rank's update has `most` samples.
@@ -92,7 +92,7 @@ class Trials(Protocol):
         """Return the samples of a rank's forward."""
 
     def fewest_blocks(self, block: str | None, limit_gb: float) -> dict[str, int]:
-        """Return how many of the first `blocks` must be `recomputed` for a rank's step to fit, and the `bytes` that it takes.
+        """Return how many of the first `blocks` must be `recomputed` for a rank's step to fit, and the `bytes` of the step.
 
-        `block` is the name of their class. Where it does not fit, its bytes are the least that it takes.
+        `block` is the name of their class. If the step cannot fit, these are its fewest bytes.
         """

@@ -1,4 +1,4 @@
-"""The training step, as the protocol that everything uses to run, wrap or measure it."""
+"""The protocol of the training step, used to run, wrap and measure it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ StreamWatcher = Callable[[Stream], Stream]  # wraps the training stream and obse
 
 
 class LateAnswer:
-    """Whether an update was made, which the device decides. Asking waits until the device has made it, or skipped it.
+    """Whether an update was made; only the device knows.
 
-    A question one update later usually waits for nothing, while the device has that update's forward and backward to do.
+    Reading it waits until the device has made or skipped the update. A read one update later usually does not wait, because the
+    device is then busy with that update's forward and backward.
     """
 
     def __init__(self, overflow: torch.Tensor) -> None:
@@ -56,7 +57,7 @@ class Step(Protocol):
 
 @dataclass(eq=False)
 class WrappingStep:
-    """A step around another one, whose methods it passes on: a technique overrides those that it changes."""
+    """A step around another one. It passes calls on; a technique overrides the methods that it changes."""
 
     inner: Step
 

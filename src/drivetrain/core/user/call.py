@@ -1,4 +1,4 @@
-"""The call of a user's function by a run: with what the function's parameters name."""
+"""The call of a user's function by a run, with arguments by the names of its parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.options import horizon
 
-NAMES = {  # a parameter's name → what it gets
+NAMES = {  # a parameter's name → its argument
     "output": "output", "y_pred": "output", "target": "target", "y": "target", "y_true": "target", "input": "input", "x": "input",
     "batch": "batch", "model": "model", "progress": "progress", "event": "event", "phase": "phase",
 }  # fmt: skip
@@ -28,8 +28,8 @@ class ProgressView:
     _counts: horizon.Progress
     updates: int  # of the whole run
     epochs: int
-    training: bool  # else a set is evaluated
-    _more: int = 0  # updates that are made, and not yet counted
+    training: bool  # false: a set is evaluated
+    _more: int = 0  # updates made but not yet counted
 
     @property
     def update(self) -> int:
@@ -43,10 +43,11 @@ class ProgressView:
 
 
 class RunModel:
-    """The model as a user's loss gets it: a call is the run's own forward, and the attributes are those of the module.
+    """The model as a user's loss gets it: a call is the run's own forward, and attributes are the module's.
 
-    `whole` is why only the whole model can be called, where the ranks hold parts of its weights; "" where its parts can be too.
-    `recorded` is why a call has the run's own weights, whatever torch.func.functional_call puts in their place.
+    `whole` is the reason why only the whole model can be called, where ranks hold parts of its weights; "" where its parts can
+    be called too. `recorded` is the reason why a call always uses the run's own weights, even within
+    torch.func.functional_call.
     """
 
     def __init__(self, forward: Callable[..., object], module: torch.nn.Module, whole: str = "", recorded: str = "") -> None:
@@ -55,7 +56,7 @@ class RunModel:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[torch.nn.Module]:  # type: ignore[override]
-        """That of the module, which torch.func.functional_call asks for: it then calls the run's forward with other weights."""
+        """The module's class, as torch.func.functional_call checks it: it then calls the run's forward with other weights."""
         return type(self._module)
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.nn.Module:
@@ -75,9 +76,10 @@ class RunModel:
 
 
 class UserCall:
-    """A function of the user's, whose parameters were looked up once. A call gives it what they name.
+    """A user's function with its parameters, looked up once.
 
-    Names count only if one of `decides` is among them. Else it is called by position: torch's own losses name the output `input`.
+    A call passes the arguments that they name. Names count only if one of `decides` is among them; else the call is by
+    position, because torch's own losses name the output `input`.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class UserCall:
                 "give it a default, or its value in kwargs"
             )
         leading = [name for name, p in every.items() if p.kind in BY_POSITION][: len(positions)]
-        # (output, target) in this order need no names: nothing stands between the step and the function.
+        # (output, target) in this order need no names: the step calls the function directly.
         self.positional |= list(self._named) == leading and tuple(self._named.values()) == positions
 
     def _check_positions(
@@ -131,14 +133,14 @@ class UserCall:
             raise UserError(f"{setting} cannot be called as {wants}: its parameters are ({', '.join(parameters)})")
 
     def __call__(self, **offered: object) -> Any:
-        """Call it with those of the offered things that it wants."""
+        """Call it with the arguments that it takes among the offered ones."""
         if self.positional:
             return self.function(*(offered[name] for name in self._positions))
         return self.function(**{name: offered[what] for name, what in self._named.items()})
 
 
 def _parameters(setting: str, function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters; a module's are those of its forward. Raises UserError."""
+    """Return the parameters; a module's are its forward's. Raises UserError."""
     if inspect.iscoroutinefunction(function):
         raise UserError(f"{setting} is async, and nobody waits for it: write a plain def")
     try:
@@ -153,7 +155,7 @@ def bound(function: Callable[..., object], given: tuple[object, ...], keywords: 
     if keywords:
         found = signature.bind(*given, **keywords)
         given, keywords = found.args, found.kwargs
-    if keywords:  # some can be given by name alone: then all are
+    if keywords:  # some can be passed only by name: then all are
         names = [name for name, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
         return {**dict(zip(names[: len(given)], given, strict=True)), **keywords}
     return given[0] if len(given) == 1 and isinstance(given[0], torch.Tensor) else given

@@ -1,12 +1,12 @@
 """The test of whether a technique leaves the result as good as before: non-inferiority to the first variant.
 
-All variants are trained with the same seeds, and compared seed by seed in what their runs end with on the validation data: the
-metric that ranks models, and the loss. Techniques that claim to be the same mathematics (`exact` or `close` in `drivetrain
-list`) are also compared in the mean training loss over the run; of others it is shown, as they may change it on purpose.
-The margin is twice the first variant's standard deviation over the seeds, or 0.5 % of its mean where that is more. PASS: every
-figure's interval of the difference (Student's t) lies below the margin. FAIL: the metric's lies above it (of the same
-mathematics: any figure's), or a run did not complete that the first variant completed. INCONCLUSIVE: anything else, so too few
-seeds never give a PASS. While a variant is INCONCLUSIVE, more seeds are trained, up to `max_seeds`.
+All variants are trained with the same seeds, and compared seed by seed in their final figures on the validation data: the metric
+that ranks models, and the loss. Techniques that claim to be the same mathematics (`exact` or `close` in `drivetrain list`) are
+also compared in the mean training loss over the run; for others it is only shown, as they may change it on purpose. The margin is
+twice the first variant's standard deviation over the seeds, or 0.5 % of its mean where that is more. PASS: every figure's
+interval of the difference (Student's t) lies below the margin. FAIL: the metric's lies above it (of the same mathematics: any
+figure's), or the run of a seed did not complete although the first variant's did. INCONCLUSIVE: anything else, so too few seeds
+never give a PASS. While a variant is INCONCLUSIVE, more seeds are trained, up to `max_seeds`.
 
 PASS and FAIL are each decided at a level of 5 % for all variants and all looks at the seeds together: over the variants by Holm's
 step-down procedure (1979), over the figures (one is enough for a FAIL) by Bonferroni's inequality, over the looks by
@@ -47,7 +47,7 @@ from drivetrain.measure.intervals import Interval, deviation, mean
 MARGIN_DEVIATIONS = 2.0  # the margin in standard deviations of the first variant over its seeds
 MARGIN_FLOOR = 0.005  # the least margin, as a share of the first variant's mean
 ALPHA = 0.05  # level of PASS, and of FAIL, over all variants and looks
-NONE = 1e-9  # a mean difference below this share of its interval is what rounding leaves
+NONE = 1e-9  # a mean difference below this share of its interval is rounding
 
 PASS, FAIL, INCONCLUSIVE, FIRST = "PASS", "FAIL", "INCONCLUSIVE", "first"
 BETTER, WORSE = "BETTER", "WORSE"
@@ -57,12 +57,12 @@ Asks = Literal["as good", "better"]
 
 
 class JudgedFigure(NamedTuple):
-    """A figure that runs are compared in, and what it decides."""
+    """A compared figure of runs, and its role in the verdict."""
 
     name: str
     sign: float = 1.0  # 1: lower is better; -1: higher is better
     needed: bool = True  # a PASS needs it
-    alone: bool = True  # if it is worse, that alone is a FAIL
+    alone: bool = True  # a worse value alone is a FAIL
 
 
 @dataclass
@@ -76,16 +76,16 @@ class Verdict:
     degradation: dict[str, Interval] = field(default_factory=dict)  # by figure
     margin: dict[str, float] = field(default_factory=dict)  # by figure
     decides: list[str] = field(default_factory=list)  # the figures that a PASS needs
-    effect: Effect = "changes"  # what the variant's difference claims
+    effect: Effect = "changes"  # the claim of the variant's difference
     claims: list[str] = field(default_factory=list)  # the settings that differ and claim so
-    confidence: float | None = None  # of the intervals: that at which the last look decided
+    confidence: float | None = None  # of the intervals: the level of the last look
     differs: str | None = None  # with asks=better: BETTER or WORSE beyond doubt, "" where neither is known
 
 
 def figures_for(
     effect: Effect, selection: Selection, judge: Sequence[Selection] = (), target: str | None = None
 ) -> list[JudgedFigure]:
-    """The figures of a variant whose difference has this effect: those that `judge` names, or else the metric and the loss."""
+    """The figures of a variant whose difference has this effect: those named by `judge`, else the metric and the loss."""
     same = effect != "changes"
     loss = str(EvaluatedFigure("loss", set=EvaluatedFigure.parse(selection.name).set))
     named = {s.name: s for s in judge or [selection, Selection(loss, min)]}
@@ -107,15 +107,15 @@ class _Evidence:
         self.worse_by = [figure.sign * (a - b) for a, b in zip(after, before, strict=True)]
         measured, floor = MARGIN_DEVIATIONS * deviation(before), MARGIN_FLOOR * abs(sum(before) / len(before))
         self.margin = max(measured, floor) if margin is None else margin
-        self.uncertain = self.margin if margin is None and measured > floor else 0.0  # the part that was measured
+        self.uncertain = self.margin if margin is None and measured > floor else 0.0  # the measured part
         self.reached = reached(figure.name, runs), reached(figure.name, base)
         self.censored = sum(self.reached) < len(runs) + len(base)
         p_pass, p_fail = self._p()
-        self.p_pass = 1.0 if self.censored else p_pass  # it may be much more: never a PASS
+        self.p_pass = 1.0 if self.censored else p_pass  # it may be far worse: never a PASS
         self.p_fail = p_fail if self.reached[1] == len(base) else 1.0
 
     def _p(self) -> tuple[float, float]:
-        """The probabilities of such runs, or of clearer ones: where the variant is worse by the margin or more; by no more."""
+        """The p-values of these runs under two hypotheses: the variant is worse by at least the margin; by at most the margin."""
         from scipy.special import stdtr  # scipy.stats takes a second to import
 
         n = len(self.worse_by)
@@ -141,9 +141,9 @@ class _Evidence:
 
 
 def _p_beyond_margin(gap: float, error: float, deviations: float, count: int, side: int) -> float:
-    """The p-value of a mean difference that lies `gap` beyond a margin which was measured too; 1 where the gap is none.
+    """The p-value of a mean difference that lies `gap` beyond a margin that was also measured; 1 without a gap.
 
-    The one-sided limits of the difference and of the margin are joined as of independent quantities (MOVER, Zou & Donner 2008).
+    The one-sided limits of the difference and of the margin are joined as for independent quantities (MOVER, Zou & Donner 2008).
     `error` is the standard error of the difference, `deviations` the margin, from a standard deviation over `count` seeds.
     `side` is 1 where a smaller margin would spoil the answer (a PASS), -1 where a larger one would (a FAIL).
     """
@@ -161,12 +161,12 @@ def _p_beyond_margin(gap: float, error: float, deviations: float, count: int, si
 
 
 def reached(name: str, runs: Sequence[TrainedRun]) -> int:
-    """The number of runs that have the figure itself, and not a bound of it."""
+    """The number of runs with the figure itself, not a bound."""
     return sum(name not in run.censored for run in runs)
 
 
 def in_words(worse_by: float, low: float, high: float) -> str:
-    """By how much a variant is worse than another, and the interval, in words. What rounding leaves of none is none."""
+    """By how much a variant is worse than another, and the interval, in words. A difference of rounding counts as none."""
     if max(abs(low), abs(high)) == 0:
         return "the same"
     if abs(worse_by) < NONE * max(abs(low), abs(high)):
@@ -177,7 +177,7 @@ def in_words(worse_by: float, low: float, high: float) -> str:
 
 @dataclass
 class Trial:
-    """Variants that are judged together, at one look at their seeds or at several. Only an INCONCLUSIVE one is judged again."""
+    """Variants judged together, at one or several looks at their seeds. Only an INCONCLUSIVE one is judged again."""
 
     verdicts: dict[int, Verdict]  # by the variant's number; before the first look without an outcome
     figures: dict[int, list[JudgedFigure]]
@@ -191,7 +191,7 @@ class Trial:
         cls, metric: str, claims: dict[int, tuple[Effect, list[str]]], figures: dict[int, list[JudgedFigure]],
         asks: Asks = "as good", margin: float | None = None, alpha: float = ALPHA,
     ) -> Trial:  # fmt: skip
-        """A trial of these variants; `claims` has what the difference of each from the first variant claims."""
+        """A trial of these variants; `claims` has the claim of each one's difference from the first variant."""
         differs = "" if asks == "better" else None
         verdicts = {
             n: Verdict(INCONCLUSIVE, "", metric, effect=effect, claims=names, differs=differs)
@@ -200,7 +200,7 @@ class Trial:
         return cls(verdicts, figures, asks, margin, alpha)
 
     def look(self, runs: dict[int, list[TrainedRun]], base: list[TrainedRun], share: float = 1.0) -> list[int]:
-        """Judge the undecided variants, when `share` of the seeds that may be trained have been; return those still undecided."""
+        """Judge the undecided variants after `share` of the allowed seeds; return those still undecided."""
         level = spending(share, self.alpha) - self.spent
         self.spent += level
         evidence = {}
@@ -234,7 +234,7 @@ class Trial:
         return [n for n in undecided if self.verdicts[n].outcome == INCONCLUSIVE and not _stuck(evidence.get(n, ()), level)]
 
     def _compare(self, runs: dict[int, list[TrainedRun]], base: list[TrainedRun], level: float) -> dict[int, float]:
-        """Find which variants are better, and which worse, than the first in the metric; return the level of each one's test."""
+        """Decide which variants are better or worse than the first in the metric; return the level of each one's test."""
         better, worse = dict[int, float](), dict[int, float]()
         for n, verdict in self.verdicts.items():
             if verdict.differs == "" and len(base) > 1 and not any(run.error for run in (*runs[n], *base)):
@@ -255,7 +255,7 @@ class Trial:
     def _decide(self, outcome: str, p: dict[int, float], level: float) -> dict[int, float]:
         """Holm's procedure: give the outcome to the variants whose p allows it; return the level at which each was tested.
 
-        The variants that have the outcome from a look before count as rejected ones, so that all looks share one family.
+        Variants with the outcome from an earlier look count as rejected, so that all looks share one family.
         """
         decided = sum(v.outcome == outcome and bool(v.margin) for v in self.verdicts.values())
         levels, open_ = {}, True
@@ -297,18 +297,18 @@ def _spread(name: str, runs: Sequence[TrainedRun]) -> str:
 
 
 def _stuck(found: Sequence[_Evidence], level: float) -> bool:
-    """True if more seeds would not help: what may FAIL the variant is as good as before, what a PASS needs too is worse."""
+    """True if more seeds would not help: no figure that can FAIL is worse, but a figure that a PASS needs is."""
     worse = any(e.p_fail <= level for e in found if e.figure.needed and not e.figure.alone)
     return worse and all(e.p_pass <= level for e in found if e.figure.alone)
 
 
 def _describe(verdict: Verdict, found: Sequence[_Evidence], base: Sequence[TrainedRun], confidence: float) -> None:
-    """Set a verdict's evidence and its reason: of a FAIL what is worse, else every figure; and what it rests on."""
+    """Set a verdict's evidence, reason and basis: for a FAIL the worse figures, else every figure."""
     verdict.confidence = confidence
     verdict.decides = [e.figure.name for e in found if e.figure.needed]
     for e in found:
         verdict.margin[e.figure.name] = e.margin
-        verdict.degradation.pop(e.figure.name, None)  # of a look before, when all seeds had the figure
+        verdict.degradation.pop(e.figure.name, None)  # of an earlier look, when all seeds had the figure
         if not e.censored:
             verdict.degradation[e.figure.name] = mean(e.worse_by, confidence)
     shown = [min((e for e in found if e.figure.alone), key=lambda e: e.p_fail)] if verdict.outcome == FAIL else found
@@ -397,7 +397,7 @@ def check(plan: QualitySettings, job: Job, quality: bool) -> None:
 
 
 def reach_of(plan: QualitySettings, run: RunSpec) -> Reach | None:
-    """The target whose time is judged: the plan's, or the run's own. Raises UserError where it is none."""
+    """The target for the judged time: the plan's, or the run's own. Raises UserError for an invalid one."""
     given: float | str | None = run.values["target"] if plan.target is None else plan.target
     metric = selected(run).across_runs
     if isinstance(given, float | int):
