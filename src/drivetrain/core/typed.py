@@ -9,7 +9,6 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, Union, get_args, get_ori
 StateDict: TypeAlias = dict[str, Any]  # returned by `state_dict()` of a part: tensors and plain values, in dicts and lists
 JsonObject: TypeAlias = dict[str, Any]  # an object of a JSON document
 JsonMapping: TypeAlias = Mapping[str, Any]  # a read-only one, such as a record of a run
-Named: TypeAlias = Mapping[str, object] | None  # keyword arguments of a call; torch's modes may get None
 
 LARGEST = 2**1000
 
