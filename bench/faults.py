@@ -182,7 +182,7 @@ FAULTS = (
     Fault("code of the model calls sys.exit(0)", "exit 1", 1, "SystemExit", "exits"),
     Fault("the model raises an error", "exit 1, names the log with the traceback", 1, "RuntimeError: this forward", "raises"),
     Fault("the loss is NaN", "exit 3", 3, "the loss is nan", "not_a_number", resumes=False),
-    Fault("memory runs out", "goes on with half as many samples at once", 0, "out of memory: training goes on", "out_of_memory",
+    Fault("memory runs out", "goes on with half as many samples at once", 0, "out of memory: training continues", "out_of_memory",
           resumes=False),
     Fault("a logger fails", "named once and left out; the run goes on", 0, "logger=csv.*the server is gone", "logger_fails",
           ("logger=[csv]",)),

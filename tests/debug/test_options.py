@@ -746,7 +746,7 @@ def test_what_an_option_leaves_out_is_said(make, tiny):
         ),
         ("debug=nvtx runtime.device=cpu", "runtime.device=cpu has none: set debug=profile"),
         ("debug=nvtx", "debug=nvtx needs a CUDA device"),
-        ("debug=nvtx runtime.device=cpu debug.shapes=true debug.operations=false", "debug.shapes=true is of operations"),
+        ("debug=nvtx runtime.device=cpu debug.shapes=true debug.operations=false", "debug.shapes=true describes operations"),
         *((f"debug=gradcheck precision={p}", f"precision={p} is too coarse .*: set precision=fp32") for p in NARROW),
         ("debug=host_sync compile=inductor runtime.device=cpu", "compile=inductor makes none: set compile=none"),
         ("debug=anomaly precision=amp", "^debug=anomaly .*precision=amp makes some .*debug.check_nan=false"),

@@ -168,7 +168,7 @@ def test_packages_of_names_are_trusted_beside_others(module):
         ),
         ({"data": (1, Rows(0, 9), 3, 4)}, "data takes (training set, test set)"),
         ({"metrics": [hits, Net]}, "make it an object, as Net()"),
-        ({"metrics": ["accuracy", object()]}, "what can be called as a function, not object"),
+        ({"metrics": ["accuracy", object()]}, "callable objects, not object"),
     ],
 )
 def test_what_takes_no_object_says_so(keywords, said, tmp_path):

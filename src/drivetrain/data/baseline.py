@@ -1,4 +1,4 @@
-"""scikit-learn's gradient boosting, fitted on the rows that a model of a table was trained on, to be measured as that is."""
+"""scikit-learn's gradient boosting, fitted on the training rows of a table's model, and measured in the same way."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from drivetrain.core.step import rng
 from drivetrain.core.step.source import Source
 from drivetrain.core.step.target_kinds import TargetKind
 
-MOST = 100_000  # rows that it is fitted on
-LEAST = 1e-7  # probability that a logit is made of
+MOST = 100_000  # rows for fitting
+LEAST = 1e-7  # least probability for a logit
 
 
 class Baseline:
-    """HistGradientBoosting of a table's rows, with its defaults. Called with inputs it gives outputs as a model does."""
+    """HistGradientBoosting of a table's rows, with its defaults. Called with inputs it returns outputs like a model."""
 
     name = "scikit-learn's HistGradientBoosting"
 

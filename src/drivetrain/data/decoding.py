@@ -1,4 +1,4 @@
-"""Image files to pixels, by libjpeg-turbo or Pillow: their range of values, and what happens to those that cannot be read."""
+"""Image files to pixels, by libjpeg-turbo or Pillow: their range of values, and the handling of unreadable files."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ Sample = TypeVar("Sample")
 
 
 class NetworkError(DataError):
-    """A sample could not be fetched. It is never skipped: the sample is not at fault, and may arrive the next time."""
+    """A sample could not be fetched. It is never skipped: the fault is not the sample's, and a later fetch may work."""
 
     at_once = True
 
 
-LOOKED_AT = 5_000  # samples, for those that cannot be read either
+LOOKED_AT = 5_000  # samples searched for further unreadable ones
 SKIPPING = "{count} samples cannot be read: mend or remove them, or set data.on_error=skip data.max_skipped={count}"
 
 
@@ -81,7 +81,7 @@ class BadSamples:
         raise DataError(f"none of the {count} samples can be read (on_error=skip): mend the data")
 
 
-BITS = (8, 10, 12, 14, 16)  # that instruments have
+BITS = (8, 10, 12, 14, 16)  # bits of instruments
 SPREAD = 4  # a set whose values spread over less than 1 / SPREAD of the range does not use its depth
 
 logger = logging.getLogger(__name__)
@@ -89,11 +89,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Range:
-    """The lowest and the highest value of a set of images, which become 0 and 255. What lies beyond is clipped, and counted."""
+    """The lowest and the highest value of a set of images, which become 0 and 255. Values beyond are clipped and counted."""
 
     low: float
     high: float
-    said: bool = False  # by the user: it holds for images of 8 bits too
+    said: bool = False  # set by the user: it also applies to images of 8 bits
     beyond: torch.Tensor = field(
         default_factory=lambda: torch.zeros(1, dtype=torch.int64).share_memory_(),
         compare=False,
@@ -109,7 +109,7 @@ class Range:
         if lowest < -0.5 or highest > 255.5:
             self.beyond.add_(1)
             count = int(self.beyond)
-            if count == 10 ** (len(str(count)) - 1):  # each tenfold number is logged
+            if count == 10 ** (len(str(count)) - 1):  # log at powers of ten
                 logger.warning(
                     "%d image%s had values beyond %g … %g, which are clipped, the last is %s with %g … %g: set "
                     "data.range=[low,high]",
@@ -119,9 +119,10 @@ class Range:
 
 
 def of_values(low: float, high: float, whole: bool, where: str) -> Range:
-    """Return the range of images whose values lie between these; whether all are `whole` numbers. Raises DataError.
+    """Return the range of images with values from `low` to `high`; `whole` is true for whole numbers.
 
-    Fractions from 0 or -1 to 1 are as they should be, and whole numbers fill a number of bits, where they use a part of it.
+    Raises DataError. Fractions from 0 or -1 to 1 keep that range. Whole numbers take the range of the bits that they nearly
+    fill.
     """
     if not (math.isfinite(low) and math.isfinite(high)):
         raise DataError(f"{where} have pixels that are no finite numbers: mend them, or set data.range=[low,high]")
@@ -148,7 +149,7 @@ def sides(size: int | Sequence[int]) -> tuple[int, int]:
 ORIENTATION = 0x0112  # the EXIF tag
 # The steps that bring an orientation upright: whether rows become columns, and then the direction of both.
 TURNS = {1: (0, 1, 1), 2: (0, 1, -1), 3: (0, -1, -1), 4: (0, -1, 1), 5: (1, 1, 1), 6: (1, 1, -1), 7: (1, -1, -1), 8: (1, -1, 1)}
-SMALLER = (1, 2, 4, 8)  # times: how libjpeg decodes a smaller copy
+SMALLER = (1, 2, 4, 8)  # factors by which libjpeg can decode a smaller copy
 METADATA, PIXELS = b"\xe1", b"\xda"  # segments of a JPEG
 DAMAGED = "cannot be read as an image ({}): mend or remove it"
 
@@ -156,9 +157,9 @@ DAMAGED = "cannot be read as an image ({}): mend or remove it"
 class Decoding(NamedTuple):
     """The settings by which the image files of a set become samples."""
 
-    size: int | Sequence[int]  # they become RGB, upright, of this size
+    size: int | Sequence[int]  # of the upright RGB samples
     max_pixels: int = 50_000_000
-    crop_pct: float = 1.0  # share of the side of the middle square, where a sample has no crop box
+    crop_pct: float = 1.0  # share of the side of the middle square, for a sample without a crop box
     on_error: OnError = "raise"
     max_skipped: float = 0.0
 
@@ -169,13 +170,13 @@ class Decoding(NamedTuple):
 
 
 class ImageFileSource(Source):
-    """A source that decodes an image file for each sample: uint8 (n, 3, h, w). Subclasses say where the files are."""
+    """A source that decodes an image file for each sample: uint8 (n, 3, h, w). Subclasses give the places of the files."""
 
-    parallel_read = True  # decoding is work that threads share
+    parallel_read = True  # threads share the decoding
     crops = True  # fetch takes crop boxes
     decodes_files = True  # a loader may decode the files itself (image_file_and_layout)
     range: Range | None = None  # of the values of files of more than 8 bits
-    looked_at = 64  # files, spread evenly, for that range
+    looked_at = 64  # files, spread evenly, that give this range
 
     def __init__(self, how: Decoding, targets: torch.Tensor) -> None:
         self.how, self.targets = how, targets  # (n, …)
@@ -190,10 +191,10 @@ class ImageFileSource(Source):
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Return what messages call a sample."""
+        """Return a sample's name for messages."""
 
     def labels(self) -> torch.Tensor | None:
-        """Return the classes (n,), where there is one for each image."""
+        """Return the classes (n,), if each image has one."""
         return None if self.targets.ndim > 1 or self.targets.is_floating_point() else self.targets
 
     def fetch(self, indices: torch.Tensor, boxes: Sequence[CropBox] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,7 +212,7 @@ class ImageFileSource(Source):
         return map(self.sample, indices, boxes)
 
     def sample(self, index: int, box: CropBox | None = None) -> tuple[torch.Tensor, int]:
-        """Return a sample's image, or that of the one that replaces it, uint8 (3, h, w), and the index that was read."""
+        """Return a sample's image, or its replacement's, uint8 (3, h, w), and the index that was read."""
         return self.policy.read(index, lambda candidate: (self.decoded(candidate, box), candidate))
 
     def decoded(self, index: int, box: CropBox | None = None) -> torch.Tensor:
@@ -220,7 +221,7 @@ class ImageFileSource(Source):
         return decode(self.content(index), self.name(index), size, max_pixels, box, crop_pct, self.range)
 
     def image_file(self, index: int) -> tuple[bytes, int]:
-        """Return a sample's file, unchanged, and its index; those of its replacement if the file cannot be decoded."""
+        """Return a sample's file, unchanged, and its index; if it cannot be decoded, its replacement's."""
         _, found = self.sample(index)
         return self.content(found), found
 
@@ -239,7 +240,7 @@ class ImageFileSource(Source):
         return self.policy.read(index, read)
 
     def subset(self, indices: torch.Tensor) -> Self:
-        """Return a source of some of the samples. One that cannot be read is replaced by another one of them."""
+        """Return a source of some of the samples. An unreadable one is replaced by another one of these."""
         made = copy(self)
         made.select(indices)
         made.policy = BadSamples(self.how.on_error, self.how.max_skipped, len(indices))
@@ -255,7 +256,7 @@ class ImageFileSource(Source):
 
 
 class WantedPart(NamedTuple):
-    """The size in an image file's header, and the part of the image that is wanted."""
+    """The size in an image file's header, and the wanted part of the image."""
 
     size: tuple[int, int]  # width and height of the upright image
     crop: tuple[int, int, int, int]  # left, top, width and height of the wanted part, in the upright image
@@ -266,7 +267,7 @@ class WantedPart(NamedTuple):
 def read_layout(
     content: bytes, name: str, max_pixels: int, box: CropBox | None = None, crop_pct: float = 1.0, shape: int | Sequence[int] = 1
 ) -> WantedPart:
-    """Read an image file's layout; without `box` the crop is in the middle, and has the `shape` of a size.
+    """Read an image file's layout; without `box` the crop is in the middle, with the aspect ratio of `shape`.
 
     Raises DataError where the image is too large.
     """
@@ -290,8 +291,8 @@ def check_pixels(size: tuple[int, int], name: str, max_pixels: int) -> None:
 
 
 def orientation_of(image: ImageFile, name: str, max_pixels: int) -> int:
-    """Return the orientation that an opened image's EXIF or XMP says, 1 (upright) to 8. Raises DataError for too many pixels."""
-    check_pixels(image.size, name, max_pixels)  # before: a PNG's EXIF may stand behind its pixels
+    """Return the orientation in an opened image's EXIF or XMP, 1 (upright) to 8. Raises DataError for too many pixels."""
+    check_pixels(image.size, name, max_pixels)  # first, because a PNG's EXIF may follow its pixels
     found = image.getexif().get(ORIENTATION, 1)
     return found if found in TURNS else 1
 
@@ -317,7 +318,7 @@ def _plain_jpeg_size(content: bytes) -> tuple[int, int] | None:
 
 
 def _has_metadata(content: bytes) -> bool:
-    """True if EXIF or XMP stands before the pixels of a JPEG, wherever among its segments; true where they are odd."""
+    """True if a JPEG has EXIF or XMP in any segment before its pixels, or odd segments."""
     at = 2
     while content[at : at + 1] == b"\xff" and (kind := content[at + 1 : at + 2]) not in (METADATA, b""):
         if kind == PIXELS:
@@ -328,7 +329,7 @@ def _has_metadata(content: bytes) -> bool:
 
 @contextmanager
 def open_image(content: bytes | BinaryIO, name: str) -> Iterator[ImageFile]:
-    """Open an image file with Pillow. Whatever fails while it is open becomes a DataError with the file's name."""
+    """Open an image file with Pillow. Any failure while it is open becomes a DataError with the file's name."""
     from PIL import Image as pillow
     from PIL import UnidentifiedImageError
 
@@ -382,7 +383,7 @@ def decode_crop(
 
 
 def center_part(width: int, height: int, share: float = 1.0, size: int | Sequence[int] = 1) -> tuple[int, int, int, int]:
-    """Return left, top, width and height of this share of the largest part in the middle that has the shape of `size`."""
+    """Return left, top, width and height of a share of the largest middle part with the aspect ratio of `size`."""
     high, wide = (side // math.gcd(*sides(size)) for side in sides(size))
     scale = min(width / wide, height / high) * share
     wide, high = max(1, round(wide * scale)), max(1, round(high * scale))
@@ -392,8 +393,8 @@ def center_part(width: int, height: int, share: float = 1.0, size: int | Sequenc
 def _decode_jpeg(content: bytes, needed: Sequence[int]) -> np.ndarray | None:
     """Decode a JPEG (h, w, 3) at half, a quarter or an eighth of its size where that is at least `needed` (width, height).
 
-    Returns None for a file that libjpeg-turbo refuses; Pillow decides about it. Measured on photographs of 500×400 pixels:
-    1.0 ms, where Pillow takes 1.4 ms.
+    Returns None for a file that libjpeg-turbo refuses, which is left to Pillow. On photographs of 500×400 pixels it takes 1.0 ms,
+    and Pillow 1.4 ms.
     """
     import simplejpeg
 
@@ -409,9 +410,9 @@ def crop_and_resize(
 ) -> torch.Tensor:
     """Crop pixels (h, w, c) and resize the crop to uint8 (c, *size).
 
-    `crop` is left, top, width and height in an image of `full` (width, height) pixels; `pixels` may be a smaller
-    copy: a JPEG decoded at a half, a quarter or an eighth. Memory is channels last: torch's kernel for bytes takes half of
-    Pillow's time on it, but twice on planes. Pillow's takes a crop that begins or ends within a pixel of the copy.
+    `crop` is left, top, width and height in an image of `full` (width, height) pixels; `pixels` may be a smaller copy: a JPEG
+    decoded at a half, a quarter or an eighth. Memory is channels last: on it torch's kernel for bytes takes half of Pillow's
+    time, on planes twice. Pillow resizes crops that begin or end within a pixel of the copy.
     """
     from PIL import Image as pillow
 
@@ -431,8 +432,8 @@ def crop_and_resize(
 def pixels_of(image: ImageFile, name: str, scale: Range | None, mode: str = "RGB") -> np.ndarray:
     """Return an opened image's pixels, uint8 (h, w, 3), or (h, w) with the mode L.
 
-    Values of more than 8 bits become 0 to 255 by their range, and those of 8 bits where the user gave it. Raises DataError for
-    more bits without a range.
+    Values of more than 8 bits become 0 to 255 by their range; values of 8 bits do so only if the user sets the range. Raises
+    DataError for more bits without a range.
     """
     from PIL import Image as pillow
 
@@ -441,8 +442,7 @@ def pixels_of(image: ImageFile, name: str, scale: Range | None, mode: str = "RGB
         return np.asarray(image.convert(mode))
     if scale is None:
         raise DataError(
-            f"{name} has numbers of more than 8 bits, and nothing says which of them is black and which is white: set "
-            "data.range=[low,high]"
+            f"{name} has numbers of more than 8 bits, and their black and white are unknown: set data.range=[low,high]"
         )
     pixels = scale(np.asarray(image.convert("RGB")) if values is None else values, name)
     return np.asarray(pillow.fromarray(pixels).convert(mode))
@@ -451,7 +451,7 @@ def pixels_of(image: ImageFile, name: str, scale: Range | None, mode: str = "RGB
 def values_of(image: ImageFile) -> np.ndarray | None:
     """Return the numbers (h, w) or (h, w, 3) of an opened image of more than 8 bits; None for one of 8 bits.
 
-    Of colours with 16 bits Pillow keeps the upper 8, so they are read by torchvision. Raises DataError where it cannot.
+    Pillow keeps only the upper 8 of 16 bits of colours, so torchvision reads these. Raises DataError where it cannot.
     """
     if image.mode[0] in "IF":
         return np.asarray(image)

@@ -1,4 +1,4 @@
-"""The files of a data set in a folder: which files are data, and which folders hold which set; one rule for every reader."""
+"""The files of a data set in a folder: the files that are data, and the folders of each set, by one rule for every reader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMAGES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".webp", ".avif", ".ppm", ".
 JUNK = frozenset(
     ("__macosx", "@eadir", "#recycle", "$recycle.bin", "system volume information", "lost+found", "thumbs.db", "desktop.ini")
 )
-READERS = {  # of files that are not read: the package that does
+READERS = {  # ending of files that are not read → a package that reads them
     ".heic": "pillow-heif", ".heif": "pillow-heif", ".dcm": "pydicom", ".nii": "nibabel", ".jxl": "pillow-jxl-plugin",
     ".cr2": "rawpy", ".nef": "rawpy", ".arw": "rawpy", ".dng": "rawpy", ".svg": "cairosvg", ".exr": "OpenEXR",
 }  # fmt: skip
@@ -27,14 +27,14 @@ READERS = {  # of files that are not read: the package that does
 class Folder:
     """A folder's data files of the wanted kinds and its folders, sorted by name."""
 
-    path: str = ""  # from the folder that was listed; "" for that itself, else it ends in "/"
+    path: str = ""  # relative to the listed folder; "" for that folder, else it ends in "/"
     files: list[str] = field(default_factory=list)  # names
     folders: dict[str, Folder] = field(default_factory=dict)  # by their names, in one Unicode form
     passed_over: Counter[str] = field(default_factory=Counter)  # ending → number of files of other kinds, here and below
-    twins: list[str] = field(default_factory=list)  # paths, here and below, of files whose name is there with another ending
+    twins: list[str] = field(default_factory=list)  # paths, here and below, of files that exist with another ending too
 
     def every(self) -> Iterator[str]:
-        """Yield the paths of the files in it and below, from the folder that was listed."""
+        """Yield the paths of the files in it and below, relative to the listed folder."""
         yield from (self.path + name for name in self.files)
         for folder in self.folders.values():
             yield from folder.every()
@@ -52,14 +52,14 @@ def one_form(name: str) -> str:
 def walk(root: str, endings: Iterable[str], unwanted: Container[str] = ()) -> Folder:
     """List the files below a folder whose names end in one of `endings`, in upper or lower case; links are followed.
 
-    Hidden files and folders, those of JUNK and `unwanted` ones are left out. Raises OSError, and DataError for names that look
+    Hidden files and folders, JUNK and `unwanted` are left out. Raises OSError, and DataError for names that look
     the same.
     """
     return _walk(root, "", frozenset(endings), unwanted, (os.path.realpath(root),))
 
 
 def _walk(root: str, path: str, endings: frozenset[str], unwanted: Container[str], chain: tuple[str, ...]) -> Folder:
-    """List a folder. `chain` has the real folders that lead to it, as far as a link led on; a link back to one ends there."""
+    """List a folder. `chain` has the real folders on the way; a link back to one of them is not followed."""
     found = Folder(path)
     inside: list[tuple[str, tuple[str, ...]]] = []
     kinds = set()
@@ -92,7 +92,7 @@ def _walk(root: str, path: str, endings: frozenset[str], unwanted: Container[str
 
 
 def doubts(root: str, listed: Folder) -> list[str]:
-    """Return what looks wrong in a folder that was listed: many files that are not read, and a picture that is there twice."""
+    """Return doubts about a listed folder: many unread files, and pictures that exist twice."""
     found = []
     if 10 * listed.passed_over.total() > sum(1 for _ in listed.every()):
         found.append(f"{root} has many files that are not read: {said(listed.passed_over)}")
@@ -105,7 +105,7 @@ def doubts(root: str, listed: Folder) -> list[str]:
 
 
 def said(passed_over: Counter[str]) -> str:
-    """Return the files that were passed over in words, such as "30 .heic (pillow-heif reads them), 2 .txt"; "" for none."""
+    """Return the skipped files in words, such as "30 .heic (pillow-heif reads them), 2 .txt"; "" for none."""
     kinds = [
         f"{count:,} {ending or 'without an ending'}" + (f" ({READERS[ending]} reads them)" if ending in READERS else "")
         for ending, count in passed_over.most_common(4)
@@ -127,13 +127,14 @@ class SetFolders:
     """The folder of each set that has one, and the folders of no set."""
 
     train: Folder
-    # The folders of the sets by their names. No test: a share of the training files; no validation: there is none of its own.
+    # The folders of the sets by their names. Without a test folder, a share of the training files; without a validation folder,
+    # none.
     test: dict[str, Folder] = field(default_factory=dict)
     validation: dict[str, Folder] = field(default_factory=dict)
     not_read: list[str] = field(default_factory=list)  # folders next to train/ that are no set's
 
     def origins(self, held_out: str) -> dict[str, str]:
-        """Return where each set comes from, in words; `held_out` is that of a test set without a folder."""
+        """Return the origin of each set, in words; `held_out` is the origin of a test set without a folder."""
         if not self.test:
             return {"test": held_out}
         sets = {"train": [self.train], "test": self.test.values(), "validation": self.validation.values()}
@@ -144,9 +145,8 @@ def find(root: str, listed: Folder, validation: Sequence[str] | None, test: Sequ
     """Return the layout of a folder: a folder for each class, or train/ and others that hold these.
 
     A folder with nothing but one folder of folders is passed through. `validation` names the folders of these sets; None takes
-    the one that is called so, where there is a test set too. `test` names those of the test; else it is the one called so.
-    A folder next to train/ with an unusual name is not read. Raises UserError where the folders
-    could be read in two ways.
+    the folder of that name, if there is a test set too. `test` names the test folders; without names it is the folder of that
+    name. A folder next to train/ with an unusual name is not read. Raises UserError where the folders could be read in two ways.
     """
     named = roles(list(listed.folders))
     base = listed if named else _passed_through(listed)
@@ -188,7 +188,7 @@ def _sets(
     sets = [of["train"][:1], tests or others[:1], own]
     train, *found = ({name: folders.get(name, Folder(f"{name}/")) for name in names} for names in sets)
     refuse(
-        f"{root}/{folder.path} holds no class folders, as {sets[0][0]}/ does, so nothing tells the classes of its images: sort "
+        f"{root}/{folder.path} holds no class folders, as {sets[0][0]}/ does, so the classes of its images are unknown: sort "
         "them into class folders, or move the folder elsewhere"
         for folder in (folder for each in found for folder in each.values())
         if not class_folders(folder)
@@ -199,7 +199,7 @@ def _sets(
 
 
 def roles(names: Sequence[str]) -> dict[str, str]:
-    """Return which set each folder is named after, for those that are: training_set, seg_train, train2017, …
+    """Return the set of each folder that is named after one: training_set, seg_train, train2017, …
 
     A name has one word of a set; its other words are numbers, filler, or words that all such names share.
     """
@@ -219,13 +219,13 @@ def _words(name: str) -> list[str]:
 
 
 def _kind(word: str) -> str | None:
-    """Return the set that a word names, as train and trainset do."""
+    """Return the set that a word names, such as train or trainset."""
     plain = next((word.removesuffix(filler) for filler in FILLER if word.endswith(filler)), word)
     return next((kind for kind, words in WORDS.items() if word in words or plain in words), None)
 
 
 def _passed_through(folder: Folder) -> Folder:
-    """Return what a folder with nothing but one folder of folders leads to."""
+    """Return the folder at the end of a chain of single folders."""
     while not folder.files and len(folder.folders) == 1 and class_folders(inner := next(iter(folder.folders.values()))):
         folder = inner
     return folder

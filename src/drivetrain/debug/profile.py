@@ -73,7 +73,7 @@ class Profile(Window):
         for name in ("operations.txt", "trace.json", "trace.json.gz", "memory.csv"):
             files.place_for(folder / name)
         averages = profiler.key_averages()
-        # A CPU has no device time, nor has a device unknown to the profiler, such as MPS.
+        # A CPU has no device time, and neither has a device unknown to the profiler, such as MPS.
         order = "self_device_time_total" if any(e.self_device_time_total for e in averages) else "self_cpu_time_total"
         (folder / "operations.txt").write_text(
             averages.table(sort_by=order, row_limit=-1, max_name_column_width=80), encoding="utf-8"
@@ -100,7 +100,7 @@ class Profile(Window):
         return f"profile of {self._window_title}: {steps.cpu_time_total / steps.count / 1e3:.2f} ms each on the host ({phases})"
 
     def _operations(self, averages: Iterable[FunctionEventAvg], order: str) -> Iterator[str]:
-        """Return the operations with the most time of their own.
+        """Return the operations with the most self time.
 
         With device time, only the host's operations count, each with the time of its kernels: kernel rows would count it twice.
         """

@@ -109,7 +109,7 @@ class Nvtx(Window):
         if run.runtime.device == "cpu":
             yield "debug=nvtx marks ranges for NVIDIA's profilers, and runtime.device=cpu has none: set debug=profile"
         if self.shapes and not self.operations:
-            yield "debug.shapes=true is of operations, and debug.operations=false leaves them out: set one of them otherwise"
+            yield "debug.shapes=true describes operations, and debug.operations=false leaves them out: change one of them"
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         if run.runtime.device != "cpu" and (device := run.runtime.device_type()) != "cuda":
@@ -122,7 +122,7 @@ class Nvtx(Window):
     @contextmanager
     def record(self, warmup: int, window: int) -> Iterator[Callable[[], None]]:
         with ExitStack() as stack:
-            torch.cuda.synchronize()  # work queued before does not belong to the window
+            torch.cuda.synchronize()  # earlier queued work does not belong to the window
             torch.cuda.profiler.start()
             stack.callback(torch.cuda.profiler.stop)
             stack.callback(torch.cuda.synchronize)

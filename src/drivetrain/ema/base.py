@@ -39,7 +39,7 @@ class Ema(Option, groups.Ema):
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Set the model to the averaged weights. On exit, also after an exception, it has its own weights again."""
+        """Set the model to the averaged weights. On exit, also after an exception, its own weights are restored."""
         yield
 
     def state_dict(self) -> StateDict:
@@ -54,8 +54,8 @@ class Kept(Ema):
     """Base class for a single average. A subclass's `update` decides when the average moves, and how far.
 
     The running statistics of norms are averaged too, or copied; other buffers are copied: a mask of -inf, the vectors of a
-    spectral norm or a counter have no mean. Buffers that are not saved with the weights, such as tables of positions, are the
-    model's own. The average of 16-bit weights is float32, since in 16 bits small changes would be rounded away.
+    spectral norm or a counter have no mean. Buffers that are not saved with the weights, such as tables of positions, are not
+    part of the average. The average of 16-bit weights is float32, because 16 bits would round small changes away.
     """
 
     effect = "changes"
@@ -138,7 +138,7 @@ class Average(Kept):
         n = self._updates
         decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
         resting = {p.data_ptr() for phase in self._phases if not phase.made for p in phase.parameters}
-        if resting:  # parameters that this update left alone keep their average
+        if resting:  # parameters that this update did not touch keep their average
             rows = [(m, t) for m, t in zip(self._mean, self._live, strict=True) if t.data_ptr() not in resting]
             self._move([m for m, _ in rows], 1.0 - decay, [t for _, t in rows])
         else:
@@ -150,8 +150,8 @@ class Swa(Kept):
     """Stochastic weight averaging (Izmailov et al. 2018): average ← average + (weights - average) / (n + 1), after n weights.
 
     It averages from `start` on, once in `every`. It equals torch.optim.swa_utils.AveragedModel with averaged buffers, followed by
-    `update_bn` before each evaluation and save: averaged BatchNorm statistics are not those of the averaged weights. Whether
-    an update's weights count depends on the number of updates alone, so that a resumed run averages the same ones.
+    `update_bn` before each evaluation and save: averaged BatchNorm statistics do not belong to the averaged weights. Only the
+    number of updates decides whether an update's weights count, so that a resumed run averages the same ones.
     """
 
     effect = "changes"
@@ -196,7 +196,7 @@ class Swa(Kept):
         self.stale = True
 
     def share(self, at: int) -> float:
-        """The part of the way that the average moves to the weights of update `at`."""
+        """The share of the distance that the average moves to the weights of update `at`."""
         return 1 / self._updates
 
     @contextmanager

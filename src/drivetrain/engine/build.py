@@ -77,7 +77,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PreviousStage:
-    """The objects that a stage of a run takes from the one before, such as the ranks that have met."""
+    """The objects that a stage takes over from the one before, such as the process group."""
 
     parallel: Parallel
     data: Splits | None  # None: the next stage reads its data anew
@@ -88,7 +88,7 @@ class PreviousStage:
 def build(context: RunContext, log_writers: Sequence[LogWriter], before: PreviousStage | None = None) -> Trainer:
     """Build one rank's trainer, ready to fit or to be restored. Raises UserError where model or data do not fit the run.
 
-    `before` is of the run's stage before this one.
+    `before` belongs to the preceding stage.
     """
     run = context.run
     # The device and the seed come before anything that allocates memory or draws random numbers.
@@ -96,14 +96,14 @@ def build(context: RunContext, log_writers: Sequence[LogWriter], before: Previou
     # The ranks join before anything is built, so that a difference between their configs ends the run here.
     parallel = context.parallel = Parallel.of(run).build(context) if before is None else before.parallel
     debug: Debug = Debug.of(run).build(context)
-    earlier = None if before is None else context.findings  # of the stages before
+    earlier = None if before is None else context.findings  # from earlier stages
     context.findings = debug.report if earlier is None else lambda: [*earlier(), *debug.report()]
     precision = context.precision = debug.wrap_precision(Precision.of(run).build(context))
     batch = _load_data(context, debug, before.data if before is not None else None)
     world = parallel.data_world
     # The loss counts classes in the training data; its teacher is not wrapped, sharded or compiled.
     loss = context.loss = Loss.of(run).build(context)
-    batch.together = loss.evaluated_together  # a user's loss has only now said that it compares samples
+    batch.together = loss.evaluated_together  # only now a user's loss has declared that it compares samples
 
     model, model_flops = _build_model(context, debug)
     if (dtype := precision.gathered_dtype()) is not None:
@@ -122,7 +122,7 @@ def build(context: RunContext, log_writers: Sequence[LogWriter], before: Previou
     # The optimizer comes after every edit that may replace or move parameters; the average after the weights are final.
     with parallel.plain_parameters(model):
         phases = context.phases = phased_step.build(context)
-        optimizer = context.optimizer = (  # of phases those of all as one, for schedules and checkpoints
+        optimizer = context.optimizer = (  # with phases all of theirs as one, for schedules and checkpoints
             ChainedOptimizer(*(phase.optimizer for phase in phases))
             if phases
             else precision.build_optimizer(Optimizer.of(run), context)
@@ -159,7 +159,7 @@ def build(context: RunContext, log_writers: Sequence[LogWriter], before: Previou
         origins=context.data.origins,
     )  # fmt: skip
     context.eval_model = evaluator.holding
-    # Callbacks see whole updates: those of the step with everything around it.
+    # Callbacks see whole updates, of the step with all its wrappers.
     callbacks = Callbacks.build(context, log, before.callbacks if before is not None else None)
     own = OwnState({**owned.of_run(context, meters), **context.kept}, parallel)
     if saving.active:
@@ -193,7 +193,7 @@ def _step(
     forward: Callable[..., Tree],
     phases: Sequence[phased_step.BuiltPhase],
 ) -> tuple[NoiseScale | None, Step]:
-    """Compose the step, from the inside out, and what measures the noise scale.
+    """Compose the step, from the inside out, and the measurement of the noise scale.
 
     The step of one process, gradient synchronisation, one graph of both, and a whole update for losses that need it: each of
     its micro-batches passes through all of those. An update with phases has such a step for each of them.
@@ -211,7 +211,7 @@ def _step(
         clip = Clip.of(run).build(context)
         noise, step = _with_noise_scale(graph(loss, clip), batch, parameters, context)
         return noise, _of_update(parallel.wrap_watched(step, context), loss, clip, forward, context)
-    context.sums.clear()  # they are of each phase's own gradients
+    context.sums.clear()  # they belong to each phase's own gradients
     of_run = context.optimizer, context.precision
     for phase in phases:
         context.optimizer, context.precision, of_phase = phase.optimizer, phase.precision, loss.of_phase(phase.name)
@@ -235,7 +235,7 @@ def _of_update(
 
 
 def _rows_may_lack(context: RunContext) -> bool:
-    """Return whether a function of the user's makes the batches: it may leave samples out, so that the rows that came count."""
+    """Return whether a user's function makes the batches: it may leave samples out, so the actual rows count."""
     code = context.train_data.own_code
     return code is not None and code.keeps().get("data.collate") is not None and not context.batch.weighs_by_length
 
@@ -257,10 +257,10 @@ def _with_noise_scale(
 
 
 def _for_model(data: Splits, views: int, loss: Loss) -> Splits:
-    """The data as a model gets it: the loss may give one view of a sample at a time, or want several outputs for each number."""
+    """The data as a model gets it: the loss may pass one view of a sample at a time, or need several outputs for each number."""
     shape = loss.input_shape((views, *data.shape) if views > 1 else data.shape)
     example = data.example
-    if shape != data.shape and isinstance(example, torch.Tensor):  # views that own data makes: one is an input
+    if shape != data.shape and isinstance(example, torch.Tensor):  # views made by the user's data: one view is an input
         example = example.flatten(0, 1)[: len(example)]
     return replace(data, classes=loss.outputs(data.classes), shape=shape, example=example)
 
@@ -272,7 +272,7 @@ def _load_data(context: RunContext, debug: Debug, loaded: Splits | None) -> Batc
     data = context.data = _for_model(context.loaded, run.data.views, loss)
     known_before = horizons.run_horizon(run) is not None
     batch: Batch = Batch.of(run).build(context)
-    bytes_each = 4 if context.device.type == "cpu" else 1  # of a number: images are sent to a device as bytes
+    bytes_each = 4 if context.device.type == "cpu" else 1  # bytes of a number: images are sent to a device as uint8
     check_batch(
         run.named("batch"), batch.micro_batch(context.parallel.data_world), data.shape, bytes_each, context.world.local_size
     )
@@ -315,16 +315,16 @@ def _build_model(context: RunContext, debug: Debug) -> tuple[torch.nn.Module, fl
     model = _edited_model(context)
     # Adapters come after all edits, on the final layers.
     _log(Adapter.of(run).apply(model, context))
-    # Parameters are frozen once they are final, and before all that asks which of them train: the count of operations,
+    # Parameters are frozen once they are final, and before every use of the trainable ones: the count of operations,
     # master weights, sharding, DDP and the optimizer.
     _log(Model.of(run).freeze_parameters(model, context))
-    context.loss.add_parameters(model)  # which nothing freezes
-    # Counted before activation checkpointing, which computes some twice, and before sharding, which leaves a part here.
+    context.loss.add_parameters(model)  # never frozen
+    # Counted before activation checkpointing, which recomputes some, and before sharding, which leaves a part here.
     model_flops = _count_flops(context, model)
     if model_flops.output is not None:
         _check_output(context, context.model_call.output_of(model_flops.output))
     first_call.check_split(context, model)
-    model_flops = model_flops._replace(output=None)  # which may be large, and whose graph holds the parameters
+    model_flops = model_flops._replace(output=None)  # it may be large, and its graph holds the parameters
     model = precision.convert(model, context.example)
     # Gradcheck copies the modules, so it runs before anything patches their forwards.
     debug.check_model(model, context.loss, context.train_data)
@@ -365,9 +365,10 @@ def _edited_model(context: RunContext) -> torch.nn.Module:
 
 
 def _example(context: RunContext, model: torch.nn.Module, inputs: Tree) -> Tree:
-    """Return what training calls the model with for two of its samples. Raises UserError where it cannot take them.
+    """Return the model's arguments in training for two samples.
 
-    Of a finished run these are zeros, and of samples that cannot be read, with which the first step ends.
+    Raises UserError where the model cannot take them. For a finished run, and for unreadable samples (which end the first
+    step), these are zeros.
     """
     data, runs_model = context.data, context.trains and context.loss.runs_model
     if data.call is not None and not context.trains:
@@ -409,7 +410,7 @@ def _try_loss(context: RunContext, output: Tree) -> None:
     """Raise UserError where the loss of the model's output for the first samples cannot be computed."""
     loss, first = context.loss, context.first
     if first is None or not isinstance(first.y, torch.Tensor) or loss.problem(first.y, context.data.classes):
-        return  # the first batch says which sample is wrong
+        return  # the first batch names the wrong sample
     try:
         with suppress(torch.OutOfMemoryError), torch.no_grad():
             loss.evaluate(lambda _: output, first, False)
@@ -424,7 +425,7 @@ def _try_loss(context: RunContext, output: Tree) -> None:
 
 
 def build_for_inference(context: RunContext, data: Splits) -> torch.nn.Module:
-    """Build a run's model alone, in evaluation mode: no optimizer, no loader, no ranks. Its weights are still to be loaded."""
+    """Build a run's model alone, in evaluation mode: no optimizer, no loader, no ranks. Load its weights afterwards."""
     run = context.run
     context.device, context.seed = Runtime.of(run).set_up_process(context.world), run.runtime.seed
     context.trains = False
@@ -437,9 +438,10 @@ def build_for_inference(context: RunContext, data: Splits) -> torch.nn.Module:
 
 
 def _count_flops(context: RunContext, model: torch.nn.Module) -> flops.ModelFlops:
-    """Count the operations that a sample takes. All ranks do: a forward may have collectives, as synchronized BatchNorm's has.
+    """Count the operations that a sample takes.
 
-    Raises UserError where the model cannot take the samples of the run.
+    Called on all ranks, because a forward may have collectives, as with synchronized BatchNorm. Raises UserError where the
+    model cannot take the samples of the run.
     """
     lengths, shape, reason = context.data.train.lengths, context.data.shape, ""
     longest = shape[0] if isinstance(shape, tuple) and shape else 0
@@ -453,7 +455,8 @@ def _count_flops(context: RunContext, model: torch.nn.Module) -> flops.ModelFlop
     if counted.needs_two:
         refuse(summary.single_sample(context, context.batch, counted.needs_two))
     if counted.failed and context.without_values is None:
-        # The model's own error, with the line of its code, where it is not the counting. Out of memory, a micro-batch is halved.
+        # Raise the model's own error, with its line of code, unless the counting failed. After out of memory a micro-batch is
+        # halved.
         try:
             with suppress(torch.OutOfMemoryError), context.precision.autocast():
                 run_once(model, context.example, training=True)

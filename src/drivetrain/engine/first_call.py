@@ -1,6 +1,6 @@
 """The arguments of training's first call of the model, for samples of the training set.
 
-All that has to try the model before it trains takes these arguments: `context.example`, or `context.first_call` for more samples.
+Every trial of the model before training uses these arguments: `context.example`, or `context.first_call` for more samples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from drivetrain.engine import flops
 from drivetrain.engine.context import RunContext
 from drivetrain.loss import Loss
 
-CLOSE = 1e-3  # relative: two sums of losses that are equal but for rounding
+CLOSE = 1e-3  # relative: two sums of losses that are equal up to rounding
 MOST = 4  # samples of each half
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PartsCall:
-    """The example of a loss that calls parts of the model alone: a function of the model, and a tree of samples."""
+    """The example for a loss that calls only parts of the model: a function of the model, and a tree of samples."""
 
     run: Callable[[MicroBatch, torch.nn.Module], None]
     batch: MicroBatch
@@ -45,7 +45,7 @@ class PartsCall:
 
 
 class _Called(BaseException):
-    """The model is called. The loss is not to catch it."""
+    """The model is called; the loss must not catch this."""
 
 
 def samples(context: RunContext) -> int:
@@ -54,7 +54,7 @@ def samples(context: RunContext) -> int:
 
 
 def read(context: RunContext, rows: torch.Tensor) -> MicroBatch:
-    """Read samples of the training set as its steps get them. It uses up no sample of a stream, and moves no random stream."""
+    """Read training samples as the steps get them, without using up a stream's samples or moving a random stream."""
     data, order = context.train_data, context.memory_format
     with untouched({} if data.own_code is None else data.own_code.keeps()):
         x, y = (trees.to(tree, context.device) for tree in data(Request(0, rows % len(data.source), 1.0)))
@@ -63,15 +63,15 @@ def read(context: RunContext, rows: torch.Tensor) -> MicroBatch:
 
 
 def of(context: RunContext, model: torch.nn.Module, count: int) -> tuple[MicroBatch, Tree]:
-    """Return so many training samples, and what training calls the model with for them."""
+    """Return `count` training samples, and the model's arguments for them in training."""
     batch = read(context, torch.arange(count))
     return batch, record(context, model, batch)
 
 
 def record(context: RunContext, model: torch.nn.Module, batch: MicroBatch) -> Tree:
-    """Return what the loss calls the model with first, for these samples. No forward of it is run.
+    """Return the arguments of the loss's first call of the model, for these samples, without a forward.
 
-    Of a loss that calls parts of the model alone it is a function of the model, which runs the loss. Raises UserError.
+    For a loss that calls only parts of the model it is a function of the model that runs the loss. Raises UserError.
     """
     arguments = context.model_call.arguments(context.loss.joined(batch.x))
     if not context.loss.runs_model:
@@ -103,7 +103,10 @@ def _step(context: RunContext, batch: MicroBatch, model: torch.nn.Module) -> Non
 
 
 def _run_loss(context: RunContext, model: torch.nn.Module, work: Callable[[Loss, Forward], T], training: bool | None = None) -> T:
-    """Return what `work` does with the loss and the model's forward, with a model instead of the run's. Nothing stays."""
+    """Return the result of `work` on the loss and the model's forward, with `model` instead of the run's.
+
+    All state is restored.
+    """
     loss, before = context.loss, getattr(context, "model", None)
     context.model = model
     try:
@@ -120,7 +123,7 @@ def _run_loss(context: RunContext, model: torch.nn.Module, work: Callable[[Loss,
 def count(context: RunContext, model: torch.nn.Module) -> flops.ModelFlops:
     """Count the operations of a sample, over all calls of a loss that runs the model itself.
 
-    A model that cannot take two samples, as where its code has the size of its batch, is given as many as a forward gets.
+    A model that cannot take two samples, for example with a fixed batch size in its code, gets as many as a forward does.
     """
     micro_batch = context.batch.micro_batch(context.parallel.data_world)
     found = _count(context, model, samples(context))
@@ -151,17 +154,17 @@ def check_split(context: RunContext, model: torch.nn.Module) -> None:
         return
     whole, again, split = found[0], found[1], found[2] + found[3]
     same = [torch.allclose(whole, other, rtol=CLOSE, atol=CLOSE**2) for other in (again, split)]
-    if same == [True, False]:  # else it draws
+    if same == [True, False]:  # else it draws random numbers
         raise UserError(
             f"{context.run.named('loss')} is {whole[0] / whole[-1]:.6g} for {2 * half} samples, and {split[0] / split[-1]:.6g} "
             f"where they are split in two, as each update is (micro-batches: {steps}, ranks: {world.size}): a loss that compares "
-            "samples sets `compares_samples = True`, and one that averages over something else than samples has a method `count` "
+            "samples sets `compares_samples = True`, and one that averages over items other than samples has a method `count` "
             "(docs/losses.md)"
         )
 
 
 def _evaluated(parts: list[MicroBatch], loss: Loss, forward: Forward) -> list[torch.Tensor]:
-    """Return the sums of an evaluation of each part, which draws otherwise each time."""
+    """Return the sums of an evaluation of each part, each with other random draws."""
     found = []
     for number, part in enumerate(parts):
         streams.seed_all(number)

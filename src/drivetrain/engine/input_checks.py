@@ -1,4 +1,4 @@
-"""Checks the training stream: targets that do not fit, images that are not normalised, and steps that wait for data."""
+"""Checks the training stream for wrong targets, unnormalised images, and steps that wait for data."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def normalisation_warning(x: torch.Tensor) -> str | None:
 
 
 def watchers(context: RunContext, trainer: Trainer, no_mfu: str) -> list[StreamWatcher]:
-    """Return the checks as stream watchers; `no_mfu` is why there is no MFU."""
+    """Return the checks as stream watchers; `no_mfu` is the reason for a missing MFU."""
     sets = {f"{split} {name}".rstrip(): each for split, of in context.evaluated.items() for name, each in of.items()}
     sources = {name: pipeline.source for name, pipeline in {"training": context.train_data, **sets}.items()}
     first = FirstBatch(
@@ -75,7 +75,7 @@ class FirstBatch:
     note: str  # logged after the first step: an error in it comes first
 
     def watch(self, stream: Stream) -> Stream:
-        """Let the stream pass, and hold no batch of it. Raises UserError where targets do not fit."""
+        """Pass the stream on, and hold no batch of it. Raises UserError where targets do not fit."""
         yield from map(self._checked, islice(stream, 1))
         if self.note:
             logger.info("%s", self.note)
@@ -90,7 +90,7 @@ class FirstBatch:
         return first
 
     def check_targets(self, first: MicroBatch) -> None:
-        """Raise UserError if targets do not fit the loss and the model's outputs; it names the first sample that does not."""
+        """Raise UserError if targets do not fit the loss and the model's outputs; it names the first wrong sample."""
         y, run = first.y, self.run
         if not isinstance(y, torch.Tensor):
             if not self.loss.takes_trees:
@@ -114,17 +114,17 @@ class FirstBatch:
         raise UserError(f"{run.named('loss')} does not fit the data: the targets of {run.named('data')} {problem}{so}")
 
     def _named(self, name: str, index: int) -> str:
-        """Return what to call a sample of a set: its number in the user's own data, where the set may be a part of that."""
+        """Return a name for a sample of a set, with its number in the user's own data where the set may be a part of it."""
         source, index = original(self.sources[name], index)
         called = source.name(index)
         return f"sample {index} of {self.run.named('data')} ({f'{called}, ' if called else ''}in the {name} set)"
 
     def _first_wrong(self, targets: torch.Tensor) -> int | None:
-        """Return the first of the targets that does not fit; None where all of them or none by itself is wrong."""
+        """Return the first wrong target; None where all of them are wrong, or none alone is."""
         low, high = 0, len(targets)
         if all(self.loss.problem(targets[i : i + 1], self.outputs) is not None for i in {0, high // 2, high - 1}):
             return None
-        while high - low > 1:  # the first is between them
+        while high - low > 1:  # the first wrong one is between them
             middle = (low + high) // 2
             low, high = (low, middle) if self.loss.problem(targets[:middle], self.outputs) is not None else (middle, high)
         return low if self.loss.problem(targets[low:high], self.outputs) is not None else None

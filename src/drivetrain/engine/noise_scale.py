@@ -1,10 +1,9 @@
 """The gradient noise scale (McCandlish et al. 2018): the batch size beyond which larger batches save few updates.
 
-It is the variance of one sample's gradient, summed over all parameters, divided by the squared length of the true gradient.
-Both are estimated without bias from two gradients that an update with several micro-batches, or on several ranks, has anyway:
-that of one micro-batch, and that of the whole batch (their appendix A.1). The micro-batch is a rank's first one. Where it is the
-rank's only one, or its gradient is not kept until the last one, it is measured in the backward, before the ranks average theirs;
-the log takes the mean over ranks.
+It is the variance of one sample's gradient, summed over all parameters, divided by the squared length of the true gradient. Both
+are estimated without bias from two gradients that an update with several micro-batches or ranks already has: of one micro-batch,
+and of the whole batch (their appendix A.1). The micro-batch is a rank's first one. If it is the rank's only one, or its gradient
+is not kept to the end, it is measured in the backward, before the ranks average; the log has the mean over ranks.
 
 Over several updates the two estimates are averaged in units of the squared gradient of the updates before. So every update counts
 the same: the critical batch of a run is the mean of the noise scale over its updates (their appendix D). Plain sums would
@@ -24,7 +23,7 @@ from drivetrain.core.typed import StateDict
 from drivetrain.parallel import Parallel
 
 EVERY = 8  # on small models the two norms take as long as a micro-batch
-KEPT = 0.9  # of the sums before, at each record: single records are noisy
+KEPT = 0.9  # share of the earlier sums kept at each record: single records are noisy
 FOLLOWS = 0.1  # of the unit: the share of the last update's squared gradient
 
 
@@ -34,7 +33,7 @@ class NoiseScale:
 
     device: torch.device
     size: Callable[[int], int]  # the samples of an update in an epoch
-    every: int = EVERY  # updates between two that are measured
+    every: int = EVERY  # updates between two measurements
     sums: torch.Tensor = field(init=False)  # (2,): the variance divided by the batch size, and the squared length; see above
 
     def __post_init__(self) -> None:
@@ -54,17 +53,17 @@ class NoiseScale:
             self._before, self.updates = (state["before"][0], state["before"][1]), state["updates"]
 
     def add(self, first: torch.Tensor, whole: torch.Tensor, share: torch.Tensor) -> None:
-        """Add an update: squared norms of its first micro-batch's and of its gradient, and that micro-batch's share; all 0-d."""
+        """Add an update: squared gradient norms of its first micro-batch and of the whole, and the former's share; all 0-d."""
         variance = (first - whole) / (1 / share - 1)  # of one sample, divided by the samples of the update
         squared = (whole - share * first) / (1 - share)
         unit = torch.where(self._unit > 0, self._unit, whole)
         both = torch.stack([variance, squared]) / unit
-        finite = both.isfinite().all()  # else an overflow, or a share of 0 that only fills up
+        finite = both.isfinite().all()  # else an overflow, or a filler batch with a share of 0
         self.sums += torch.where(finite, both, 0.0)
         self._unit = torch.where(finite, unit.lerp(whole.to(unit.dtype), FOLLOWS), self._unit)
 
     def scale(self, variance: float, squared: float, epoch: int) -> float | None:
-        """Return the noise scale in samples, from the sums since the last record and what was kept of those before.
+        """Return the noise scale in samples, from the sums since the last record and the kept share of earlier ones.
 
         None where the noise hides the gradient.
         """
@@ -74,7 +73,7 @@ class NoiseScale:
 
 @dataclass(eq=False)
 class NoiseScaleStep(WrappingStep):
-    """Measures some updates: the gradient of this rank's first micro-batch, and that of the update. It changes nothing."""
+    """Measures the gradients of this rank's first micro-batch and of the whole update, in some updates. It changes nothing."""
 
     noise: NoiseScale
     parameters: Sequence[torch.nn.Parameter]
@@ -83,7 +82,7 @@ class NoiseScaleStep(WrappingStep):
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         not_now = self._first is not None or self.noise.updates % self.noise.every
-        if not_now or (batch.last and self.parallel.data_world.size == 1):  # the last one of these is the whole update
+        if not_now or (batch.last and self.parallel.data_world.size == 1):  # the last one has the whole gradient
             self.inner.micro_batch(batch, loss_sum)
         elif self.parallel.keeps_own_gradients and not batch.last:
             self.inner.micro_batch(batch, loss_sum)

@@ -20,7 +20,7 @@ from drivetrain.precision.base import Precision
 
 @dataclass(eq=False)
 class BuiltPhase:
-    """A phase of an update, as it was built."""
+    """A built phase of an update."""
 
     name: str
     every: int
@@ -36,7 +36,7 @@ class BuiltPhase:
 
 @contextmanager
 def alone(parameters: Sequence[torch.nn.Parameter], others: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Within the context the other parameters get no gradients: none is computed for them."""
+    """Within the context no gradients are computed for the other parameters."""
     own = set(map(id, parameters))
     frozen = [p for p in others if p.requires_grad and id(p) not in own]
     for p in frozen:
@@ -67,17 +67,17 @@ def build(context: RunContext) -> list[BuiltPhase]:
 
 @dataclass(eq=False)
 class PhasedStep:
-    """Runs the phases of an update one after the other, on the same micro-batches, which wait on the device until the last one.
+    """Runs the phases of an update one after the other, on the same micro-batches, collected on the device.
 
-    In each phase only its own parameters get gradients, which are cleared after it. An update counts once, however many phases
-    have run in it, and is skipped where all of these were.
+    In each phase only its own parameters get gradients, which are cleared after it. An update counts once for all its phases,
+    and as skipped if all of them were skipped.
     """
 
     phases: Sequence[BuiltPhase]
     parameters: Sequence[torch.nn.Parameter]  # of all phases
     progress: Progress
     waiting: list[MicroBatch] = field(default_factory=list, init=False)
-    _done: dict[str, bool] = field(default_factory=dict, init=False)  # phases of this update, and whether each was made
+    _done: dict[str, bool] = field(default_factory=dict, init=False)  # phase of this update → whether it was made
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         self.waiting.append(batch)
@@ -106,7 +106,7 @@ class PhasedStep:
         return made
 
     def zero_grad(self) -> None:
-        """Forget what waits. Phases that were done are not done again where the update ran out of memory and is repeated."""
+        """Drop the collected micro-batches. When an update that ran out of memory is repeated, finished phases are not."""
         self.waiting = []
 
     def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:

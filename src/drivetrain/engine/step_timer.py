@@ -1,7 +1,7 @@
 """Measures where a run's time goes. It makes three marks a step, and waits for the device only where a record is written.
 
-A rate is samples by the time that training took: all of it but evaluations and checkpoints, with records, slow steps and what
-lies between epochs. The times of single steps are other figures.
+A rate is samples divided by the time of training: without evaluations and checkpoints, but with records, slow steps and the time
+between epochs. The times of single steps are separate figures.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from drivetrain.core.step.microbatch import MicroBatch
 class StepTimer:
     """Records the durations of steps, of waits for data, and of training.
 
-    Both are the device's: a step ends when its last operation is done, and waiting is when the device has nothing to do because
-    the next micro-batch is not there, or is being copied. A host that waits because the device's queue is full does not wait
-    for data.
+    Both are in the device's time: a step ends with its last operation, and the device waits while the next micro-batch is missing
+    or being copied. A host that waits because the device's queue is full does not wait for data.
     """
 
     def __init__(self, warmup: int = 1, clock: Clock | None = None) -> None:
@@ -31,18 +30,18 @@ class StepTimer:
         self.wait = 0.0  # seconds spent waiting for data, within the steps
         self.to_first_step: float | None = None  # seconds from the start of the process
         self.reading = ReadTimes()
-        self._cold = warmup  # steps of the warm-up that are still to come
+        self._cold = warmup  # remaining steps of the warm-up
         self._warm, self._warm_wait = array("d"), 0.0  # seconds of the steps after it, and of the waits within these
-        self._samples, self._warm_from = 0, 0  # of these steps in earlier stages; trained on when the warm-up has ended
+        self._samples, self._warm_from = 0, 0  # of these steps in earlier stages; samples trained on in the warm-up
         self._clock = clock or Clock()
         self._start: Mark  # of the step that is running
         self._waits: list[tuple[Mark, Mark]]  # of the step that is running
-        self._unread: deque[tuple[Mark, Mark, list[tuple[Mark, Mark]], int]] = deque()  # start, end, waits, how many steps
+        self._unread: deque[tuple[Mark, Mark, list[tuple[Mark, Mark]], int]] = deque()  # start, end, waits, number of steps
         self._size = self._together = 0  # samples of a step; steps since the last mark
         self._logged = 0.0  # wait at the last log
-        self._since = self._trained = 0.0  # seconds of training since then; of all of it after the warm-up
-        self._lap: Mark | None = None  # from which on training is not yet in these; None where it pauses
-        self._warm_lap: Mark | None = None  # the same of what comes after the warm-up
+        self._since = self._trained = 0.0  # seconds of training since then; in all after the warm-up
+        self._lap: Mark | None = None  # the start of the time not yet counted in these; None during a pause
+        self._warm_lap: Mark | None = None  # the same after the warm-up
         self.resume()
 
     def begin(self, trained: int, size: int) -> None:
@@ -53,12 +52,12 @@ class StepTimer:
         self._lap = self._warm_lap = None
 
     def samples(self, trained: int) -> int:
-        """Return how many samples were in the steps after the warm-up, of a run that has trained on so many in all."""
+        """Return the samples in the steps after the warm-up, of a run that has trained on `trained` in all."""
         return self._samples + (0 if self._cold or not self._warm else trained - self._warm_from)
 
     def waits(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the stream's micro-batches and mark the waits for them."""
-        mark, there = self._clock.mark, False  # whether the next micro-batch is on the device, so that nothing waits for it
+        mark, there = self._clock.mark, False  # whether the next micro-batch is on the device, so that there is no wait
         while True:
             requested, began = time.perf_counter(), None if there else mark()
             item = next(stream, None)
@@ -71,7 +70,7 @@ class StepTimer:
             yield item
 
     def step(self, waits: bool = False) -> None:
-        """Mark the end of a step. One that waits to be made with the next ones is timed with them, each as long as the others."""
+        """Mark the end of a step. A step that is launched with later ones is timed with them; each gets an equal share."""
         self._together += 1
         if waits:
             return
@@ -82,11 +81,11 @@ class StepTimer:
             self._read(1)
 
     def rate(self, trained: int) -> float | None:
-        """Return the samples a second of training after the warm-up, of a run that has trained on so many in all."""
+        """Return the samples a second of training after the warm-up, of a run that has trained on `trained` in all."""
         return self.samples(trained) / self._trained if self._trained else None
 
     def pause(self) -> None:
-        """Leave out of the time of training what comes until `resume`. Waits for the device."""
+        """Exclude the time until `resume` from the time of training. Waits for the device."""
         self._close()
         self._lap = None
 
@@ -120,7 +119,7 @@ class StepTimer:
 
     def since_last(self) -> tuple[float, dict[str, float]]:
         """Wait for the device. Return the seconds of training since the last call, and figures: the share spent waiting, …"""
-        if self._together:  # they have been made meanwhile
+        if self._together:  # these steps are done by now
             self._together -= 1
             self.step()
         self._read(len(self._unread))
@@ -129,7 +128,7 @@ class StepTimer:
         return seconds, {"data_wait": (self.wait - wait) / seconds if seconds else 0.0, **self.reading.since_last()}
 
     def _close(self) -> None:
-        """Count what training took up to here."""
+        """Count the time of training up to now."""
         if self._lap is not None:
             end = self._clock.mark()
             self._since += self._clock.seconds(self._lap, end)
@@ -155,7 +154,7 @@ class ReadTimes:
     """
 
     def __init__(self) -> None:
-        self._requested: deque[float] = deque(maxlen=1024)  # times of requests; more of them than are ever ready at once
+        self._requested: deque[float] = deque(maxlen=1024)  # times of requests; more than are ever ready at once
         self._batches, self._ready, self._seconds = 0, 0, 0.0
 
     def record(self, requested: float, micro: MicroBatch) -> None:

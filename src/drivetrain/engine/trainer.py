@@ -44,7 +44,7 @@ from drivetrain.stop.base import Stop
 
 SAVE, STOP, FAIL = 1, 2, 3  # flags that are all-reduced after an update, and at batches of an evaluation; the higher wins
 MAX_SKIPS = 50  # updates skipped in a row before the run counts as diverged
-STOP_S = 0.1  # in which several ranks agree to stop: they ask one another twice in it
+STOP_S = 0.1  # the time for several ranks to agree to stop: two exchanges
 
 logger = logging.getLogger(__name__)
 
@@ -82,12 +82,12 @@ class Trainer:
     timer: StepTimer
     log: TrainingLog
     callbacks: Callbacks
-    owned: OwnState  # of what the user brought
+    owned: OwnState  # of the user's objects
     rank_seed: int  # of this rank's random streams
     compiler: Compile
     compile_seconds: Callable[[], float | None]  # spent compiling so far, in all stages
     stream_watchers: list[StreamWatcher] = field(default_factory=list)  # wrap the training stream, in order
-    _open: Made | None = field(default=None, init=False)  # whether the last update was made, until that is asked
+    _open: Made | None = field(default=None, init=False)  # whether the last update was made, until that is read
     _agreed_every: int = field(default=0, init=False)  # updates after which several ranks agree; 0: not known yet
 
     def fit(self, stop: StopFlag | None = None) -> None:
@@ -124,7 +124,7 @@ class Trainer:
     def _train(self, stream: Iterator[MicroBatch]) -> None:
         step, loss_sum, progress = self.step, self.log.loss_sum, self.progress
         for batch in stream:
-            if batch.last:  # not after an update: the log says the rate that it was made with, and a plateau may lower the next
+            if batch.last:  # not after an update: the log has the update's own rate, and a plateau may lower the next one
                 self.scheduler.step(progress.updates)
             step.micro_batch(batch, loss_sum)  # a graph of the whole step updates here
             if not batch.last:
@@ -152,7 +152,7 @@ class Trainer:
         self.max_updates = self.epochs = self.evaluate_every = 2**62
 
     def _settle(self) -> None:
-        """Read whether the last update overflowed, which counts as made until then. The weights have not changed since."""
+        """Read whether the last update overflowed, which counts as made until then. The weights have not changed since then."""
         made, self._open = self._open, None
         if made is None:
             return
@@ -162,7 +162,7 @@ class Trainer:
             return
         self.progress.updates -= 1
         self.progress.skipped += 1
-        self.scheduler.step(self.progress.updates)  # the rate of the update that is under way
+        self.scheduler.step(self.progress.updates)  # the rate of the current update
         self._skips_in_a_row += 1
         if self._skips_in_a_row >= MAX_SKIPS:
             raise Diverged(f"{MAX_SKIPS} updates in a row had gradients that are not finite (update {self.progress.updates})")
@@ -178,7 +178,7 @@ class Trainer:
             self._settle()
             counted = self.saving.counted(progress.updates)
         agreed = self.agree() if progress.steps % (self._agreed_every or 1) == 0 else 0
-        agreed = max(agreed, SAVE if counted else 0)  # all ranks count alike, and need not ask
+        agreed = max(agreed, SAVE if counted else 0)  # all ranks count alike, without communication
         done = progress.updates >= self.max_updates
         if not (epoch_end or agreed or done or progress.steps % self.log_every == 0):
             return False
@@ -205,7 +205,7 @@ class Trainer:
             self._agreed_every = self.parallel.broadcast_object(max(1, int(STOP_S / 2 / max(slowest, 1e-9))))
 
     def agree(self) -> int:
-        """Return what all ranks together want: FAIL, STOP, SAVE or 0."""
+        """Return the highest flag over all ranks: FAIL, STOP, SAVE or 0."""
         wanted = STOP if self._stop.raised else SAVE if self.saving.due() else 0
         return self.parallel.all_reduce_flag(FAIL if self.callbacks.error else wanted)
 
@@ -218,7 +218,7 @@ class Trainer:
     def _stream(self) -> Stream:
         """Yield the loader's micro-batches. A single process that got a signal to stop saves instead of waiting for the next.
 
-        The same where a reader is stuck or was killed. Several ranks would have to agree on it, and some wait for one another.
+        So does one whose reader is stuck or was killed. Several ranks would have to agree on this while some wait for others.
         """
         batches = self.loader.stream(self.taken, self.requests(), self.device, self.memory_format)
         between = alone = self.parallel.world.size == 1
@@ -242,16 +242,17 @@ class Trainer:
             yield batch
 
     def _evaluate_and_save(self, agreed: int = 0) -> None:
-        """Evaluate where that is due, and save. `agreed` is what the ranks have agreed on so far: SAVE, STOP or FAIL.
+        """Evaluate where that is due, and save.
 
-        Raises Interrupted, or the error of a callback, where they agree to stop, also at a batch of the evaluation. An evaluation
-        that was not done stays due: the resumed run begins with it.
+        `agreed` is the flag that the ranks have agreed on: SAVE, STOP or FAIL. Raises Interrupted, or the error of a callback,
+        where they agree to stop, also at a batch of the evaluation. A missing evaluation stays due: the resumed run begins with
+        it.
         """
         progress, wrong = self.progress, ""
         if progress.evaluation_due and agreed < STOP:
             try:
                 agreed, wrong = self._evaluate(agreed)
-            except UserError:  # the data cannot be evaluated: what was trained is kept
+            except UserError:  # the data cannot be evaluated: keep the training
                 self.save()
                 self.writer.wait()
                 raise
@@ -266,7 +267,10 @@ class Trainer:
             self._interrupt(f"stopped by a signal {where} update {progress.updates}")
 
     def _evaluate(self, agreed: int) -> tuple[int, str]:
-        """Evaluate. Return what the ranks agreed on meanwhile, and why one process got no data, where that stopped it."""
+        """Evaluate.
+
+        Return the flag that the ranks agreed on meanwhile, and the reason why a single process got no data, if that stopped it.
+        """
         alone = self.parallel.world.size == 1
 
         def stops() -> bool:
@@ -278,7 +282,7 @@ class Trainer:
         try:
             self.record_evaluation(stops)
         except Interrupted as error:
-            if agreed < STOP and not alone:  # the loader's: the others evaluate on
+            if agreed < STOP and not alone:  # the loader's error: the other ranks continue the evaluation
                 raise
             return agreed, "" if agreed >= STOP else str(error)
         finally:
@@ -307,7 +311,7 @@ class Trainer:
         self.step.zero_grad()
         self.log.restart()
         release_memory(error, self.device)
-        logger.warning("out of memory: training goes on with %d samples at once", self.batch.micro_batch(world))
+        logger.warning("out of memory: training continues with %d samples at once", self.batch.micro_batch(world))
 
     def forward_backward(self, size: int) -> None:
         """Run forward and backward on the largest micro-batch of `size` samples. Leaves the gradients in place."""
@@ -322,7 +326,7 @@ class Trainer:
         with buffers_kept(self.model), streams.apart():
             self.forward_backward(self.batch.micro_batch(self.parallel.data_world))
         self.step.zero_grad()
-        self.parallel.rank_metrics(0.0, self.timer.wait)  # reset: the dry run does not count as a rank's work
+        self.parallel.rank_metrics(0.0, self.timer.wait)  # reset: the dry run does not count as work of a rank
 
     @reads_device_on_purpose
     def save(self) -> None:
@@ -348,7 +352,7 @@ class Trainer:
         }
 
     def _drawn(self) -> dict[str, torch.Tensor]:
-        """Return the states of those random streams of this rank from which somebody has drawn."""
+        """Return the states of this rank's random streams that were drawn from."""
         seeded = self._seeded()
         return {kind: now for kind, now in streams.state().items() if kind not in seeded or not now.equal(seeded[kind])}
 
@@ -362,7 +366,7 @@ class Trainer:
         """Continue from a checkpoint. Weights and state are those of the full, unsharded model."""
         drawn = state["random"].get(self.parallel.rng_rank(), {})
         weights, state = self.parallel.shard_state_dict(weights, {**state, "random": drawn})
-        state = map_tensors(torch.clone, state)  # only this rank's part is read from the checkpoint's file, and the file let go
+        state = map_tensors(torch.clone, state)  # reads only this rank's part of the checkpoint's file, and releases the file
         self.model.load_state_dict(weights)
         self.progress.load_state_dict(state["progress"])
         checkpoint_io.load_optimizer(self.optimizer, state["optimizer"])

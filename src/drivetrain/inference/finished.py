@@ -169,7 +169,7 @@ def chosen_weights(
     if not averaged:
         raise UserError(f"{checkpoint} has no averaged weights: the run had ema=none")
     tensors = averaged.get("tensors") if isinstance(averaged, dict) else None
-    tied = averaged.get("tied", {}) if isinstance(averaged, dict) else {}  # further names: the checkpoint has a tensor under each
+    tied = averaged.get("tied", {}) if isinstance(averaged, dict) else {}  # further names, each with a tensor in the checkpoint
     if not (
         fits_weights(tensors, weights)
         and fits(tied, dict[str, str])

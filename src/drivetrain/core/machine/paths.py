@@ -22,25 +22,25 @@ def conf_dir() -> Path:
 
 
 def recipes_dir() -> Path:
-    """The folder with the recipes that ship."""
+    """The folder with the shipped recipes."""
     return _shipped("recipes")
 
 
 def expanded(path: str | Path) -> Path:
-    """A path with ~ as the user's home. `Path.expanduser` raises where there is no such user; this leaves the path as it is."""
+    """A path with ~ as the user's home. `Path.expanduser` raises for an unknown user; this leaves the path unchanged."""
     return Path(os.path.expanduser(path))
 
 
 def user_cache() -> Path | None:
-    """The user's folder for what can be fetched or made again: below $XDG_CACHE_HOME, else ~/.cache.
+    """The user's cache folder: below $XDG_CACHE_HOME, else ~/.cache.
 
-    None where that is no absolute path: it would be another one in each working directory, and a stranger's in some.
+    None where that is no absolute path: it would differ with the working directory, and could be a stranger's.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "drivetrain"
     return folder if folder.is_absolute() else None
 
 
-added: set[str] = set()  # what `add_import_paths` put on sys.path: the user's folders, where no package is installed
+added: set[str] = set()  # added to sys.path by `add_import_paths`: the user's folders, not those of installed packages
 
 
 def add_import_paths(config_dirs: Sequence[str]) -> None:
@@ -64,9 +64,9 @@ def add_working_directory() -> None:
 
 
 def remove_working_directory() -> None:
-    """Undo what `python -m` does before the program starts: it puts the working directory first on the import path.
+    """Remove the working directory, which `python -m` puts first on the import path.
 
-    The interpreters that libraries start from this one by -m or -c do not import from there either.
+    Interpreters that libraries start by -m or -c do not import from there either.
     """
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     if not sys.flags.safe_path and sys.path and (not sys.path[0] or sys.path[0] == os.getcwd()):
@@ -74,7 +74,7 @@ def remove_working_directory() -> None:
 
 
 def cannot_be_in(root: Path) -> Iterator[str]:
-    """The reasons why no run can be written below `root`, as far as can be known without writing."""
+    """The reasons why no run can be written below `root`, found without writing."""
     above = next(p for p in (root, *root.absolute().parents) if os.path.lexists(p))
     if not above.is_dir():
         yield f"output_dir={root}: {above} is no directory: set output_dir to a directory you can write to"

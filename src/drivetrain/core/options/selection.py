@@ -13,11 +13,11 @@ from drivetrain.core.options.run_spec import RunSpec
 
 AVERAGED = "ema_"
 SETS = ("validation", "test")
-REPEATS = ("runtime.seed", "data.fold")  # keys in which runs of one config differ: what they reach has a mean and a deviation
+REPEATS = ("runtime.seed", "data.fold")  # keys in which runs of one config differ: their results have a mean and a deviation
 
 
 class Figure(NamedTuple):
-    """The name of a figure in parts. As a text it is that of records, results and settings."""
+    """The name of a figure in parts. Its text form is used in records, results and settings."""
 
     metric: str
     averaged: bool = False  # of the averaged weights
@@ -33,17 +33,17 @@ class Figure(NamedTuple):
         return f"{self.set}/{self.of_weights}" if self.set else self.of_weights
 
     def on_all_sets(self, names: Iterable[str]) -> dict[str, str]:
-        """Those of some figures that are the same on any set, by the name of the set."""
+        """The figures equal to this one except for the set, by the set's name."""
         return {figure.set: name for name in names if (figure := Figure.parse(name))[:2] == self[:2]}
 
     @property
     def of_weights(self) -> str:
-        """Its name on a set that is known."""
+        """Its name without the set."""
         return f"{AVERAGED}{self.metric}" if self.averaged else self.metric
 
 
 def handed_on(figures: Mapping[str, float]) -> dict[str, float]:
-    """The figures of the weights that a run hands on: of the average where it keeps one, under the names of the others too."""
+    """The figures of the weights that a run delivers: with an average the average's, also under the plain names."""
     averaged = {name: str(Figure.parse(name)._replace(averaged=True)) for name in figures}
     return {name: figures.get(averaged[name], value) for name, value in figures.items()}
 
@@ -60,7 +60,7 @@ class Selection(NamedTuple):
         return self.better(0.0, 1.0) == 1.0
 
     def record(self) -> dict[str, str]:
-        """Return it as it is written to files."""
+        """Return its form in files."""
         return {"metric": self.name, "better": "max" if self.maximize else "min"}
 
     @classmethod
@@ -71,11 +71,11 @@ class Selection(NamedTuple):
 
     @property
     def across_runs(self) -> Selection:
-        """The same for runs with and without an average: of figures that are `handed_on`."""
+        """The same metric for runs with and without an average: of `handed_on` figures."""
         return self._replace(name=str(Figure.parse(self.name)._replace(averaged=False)))
 
     def place(self, figures: Mapping[str, float]) -> tuple[float, float] | None:
-        """The place of an evaluation, the least the best: by the metric, and where that ties by the loss. None: it has none."""
+        """The place of an evaluation, lowest is best: by the metric, and at a tie by the loss. None: no place."""
         value = figures.get(self.name)
         loss = figures.get(str(Figure.parse(self.name)._replace(metric="loss")), math.inf)
         return (-value if self.maximize else value, loss) if value is not None and math.isfinite(value) else None
@@ -96,16 +96,16 @@ def evaluated(run: RunSpec) -> dict[str, Better | None]:
 
 
 def chosen(run: RunSpec) -> str | None:
-    """Return the figure that `select` names, as a preset does: one without a set is that of the first of several."""
+    """Return the figure named by `select`; without a set in the name it is the first set's."""
     name: str | None = run.values.get("select")
     of_first = None if name is None or "/" in name else str(Figure.parse(name)._replace(set=run.data.judging_sets()[0]))
     return of_first if of_first in evaluated(run) else name
 
 
 def selected(run: RunSpec) -> Selection:
-    """Return the metric that ranks the run's models: `select`, or else the one that its loss names, of the first set.
+    """Return the metric that ranks the run's models: `select`, or else the loss's own, on the first set.
 
-    It is that of the weights that the run hands on: of their average where it keeps one.
+    It refers to the weights that the run delivers: their average, if the run keeps one.
     """
     name = chosen(run)
     better = evaluated(run)[name] if name is not None else None
@@ -116,7 +116,7 @@ def selected(run: RunSpec) -> Selection:
 
 
 def problems(run: RunSpec, setting: str, name: str | None) -> Iterator[str]:
-    """Yield why a metric cannot rank models: it is not evaluated, or neither a high nor a low value of it is better."""
+    """Yield why a metric cannot rank models: it is not evaluated, or has no better direction."""
     found = evaluated(run)
     directed = [metric for metric, better in found.items() if better is not None]
     if name is None or found.get(name) is not None:
@@ -150,7 +150,7 @@ class Reach(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Reach | None:
-        """The target that a text names; None where it names none."""
+        """The target in a text; None for another text."""
         match = re.fullmatch(PATTERN, text)
         try:
             value = float(match[3]) if match else math.nan
@@ -159,7 +159,7 @@ class Reach(NamedTuple):
         return cls(match[1], match[2] == ">=", value) if match and math.isfinite(value) else None
 
     def reached(self, value: float) -> bool:
-        """True if a value of the metric is as good."""
+        """True if a value of the metric reaches it."""
         return value >= self.value if self.more else value <= self.value
 
     @property
@@ -172,12 +172,12 @@ class Reach(NamedTuple):
 
 
 def target_problems(run: RunSpec) -> Iterator[str]:
-    """Yield why the run's `target` is none: it cannot be read, is not evaluated, or asks for a worse value."""
+    """Yield why the run's `target` is invalid: it cannot be read, is not evaluated, or has the wrong direction."""
     return problems_of(run, run.values["target"])
 
 
 def problems_of(run: RunSpec, given: str | None) -> Iterator[str]:
-    """Yield why this text is no target of the run."""
+    """Yield why this text is not a target for the run."""
     if given is None:
         return
     reach = Reach.parse(given)

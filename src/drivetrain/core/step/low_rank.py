@@ -21,7 +21,7 @@ LEVELS = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-GROUP = 64  # numbers of 4 bits that have one scale
+GROUP = 64  # numbers of 4 bits with one scale
 
 
 def is_adapters(name: str) -> bool:
@@ -30,7 +30,7 @@ def is_adapters(name: str) -> bool:
 
 
 def row_norms(weight: torch.Tensor) -> torch.Tensor:
-    """The length of each row; the smallest number for a row of zeros, so that it can be divided by."""
+    """The length of each row; the smallest positive number for a row of zeros, so that a division works."""
     norms: torch.Tensor = torch.linalg.vector_norm(weight, dim=1)
     return norms.clamp(min=torch.finfo(weight.dtype).tiny)
 
@@ -38,7 +38,7 @@ def row_norms(weight: torch.Tensor) -> torch.Tensor:
 def narrowed(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight (outputs, inputs) in 8 or 4 bits and its scales: (outputs, 1), or one for each GROUP of a row's numbers.
 
-    8 bits are whole numbers, int8. Of 4 bits two are in a byte, uint8, each the number of one of LEVELS.
+    8 bits are int8. With 4 bits a byte (uint8) has two numbers, each an index of LEVELS.
     """
     size = rows.shape[1] if bits == 8 else GROUP
     groups = torch.nn.functional.pad(rows, (0, -rows.shape[1] % size)).reshape(len(rows), -1, size)
@@ -54,7 +54,7 @@ def narrowed(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]
 def widened(
     weight: torch.Tensor, scale: torch.Tensor | None, levels: torch.Tensor | None, inputs: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The weight (outputs, inputs) that `narrowed` made narrow, in this type; `levels` are those of 4 bits.
+    """The inverse of `narrowed`: the weight (outputs, inputs) in `dtype`; `levels` belong to 4 bits.
 
     A weight in 16 bits has no scale.
     """
@@ -67,7 +67,7 @@ def widened(
 
 
 def merged(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights with their adapters merged in, as the plain model has them; they themselves where there is none."""
+    """The weights with their adapters merged in, as in the plain model; without adapters the weights themselves."""
     plain = {name: tensor for name, tensor in weights.items() if not is_adapters(name)}
     for layer in (name.removesuffix("lora_b") for name in weights if name.rpartition(".")[2] == "lora_b"):
         a, b, scale = (weights[layer + part].double() for part in ("lora_a", "lora_b", "lora_scale"))

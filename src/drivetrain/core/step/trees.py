@@ -1,6 +1,6 @@
-"""Trees: inputs, targets and outputs that are a tensor, or tuples, dicts and dataclasses of tensors, as deep as they like.
+"""Trees: inputs, targets and outputs that are a tensor, or nested tuples, dicts and dataclasses of tensors.
 
-They are torch's pytrees, so that torch's compiler, its wrappers and its tracing take them apart as this module does.
+They are torch's pytrees, so that torch's compiler, wrappers and tracing handle them like this module.
 A plain tensor, the usual case, costs one type check.
 """
 
@@ -20,7 +20,7 @@ _seen: set[type] = set()
 
 
 def _no_leaf(node: object) -> bool:
-    """Return False, and make a node of a dataclass of the user's before torch takes it for a leaf."""
+    """Return False, and register a user's dataclass as a node before torch takes it for a leaf."""
     kind = type(node)
     if kind not in _seen:
         _seen.add(kind)
@@ -47,7 +47,7 @@ def to(tree: Tree, device: torch.device) -> Tree:
 
 
 def select(tree: Tree, indices: torch.Tensor) -> Tree:
-    """Return the samples `indices` (n,), which are on the tree's device; a tensor without dimensions is all samples'."""
+    """Return the samples `indices` (n,), which are on the tree's device; a tensor without dimensions belongs to all samples."""
     return map_tensors(lambda tensor: tensor.index_select(0, indices) if tensor.dim() else tensor, tree)
 
 
@@ -87,13 +87,13 @@ def unflatten(tensors: Sequence[torch.Tensor], like: Tree) -> Tree:
 
 
 def concatenate(trees: Sequence[Tree]) -> Tree:
-    """Return batches of one structure as one batch. A tensor without dimensions is all samples': it becomes its mean."""
+    """Return batches of one structure as one batch. A tensor without dimensions belongs to all samples and becomes its mean."""
     each = [torch.cat(t) if t[0].dim() else sum(t) / len(t) for t in zip(*map(leaves, trees), strict=True)]
     return unflatten(each, trees[0])
 
 
 def named_leaves(tree: Tree) -> list[tuple[str, torch.Tensor]]:
-    """Return each tensor with its place in the tree as a user would write it, such as "text.ids" or "0"; "" for a plain one."""
+    """Return each tensor with its place in the tree in the user's notation, such as "text.ids" or "0"; "" for a plain one."""
     found = pytree.tree_flatten_with_path(tree, is_leaf=_no_leaf)[0]
     return [(".".join(map(_written, path)), leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
 
@@ -109,7 +109,7 @@ def shape_of(tensor: torch.Tensor) -> str:
 
 
 def described(tree: Tree) -> str:
-    """Return what a tree is in words, such as "a dict of ids (n, 8), mask (n, 8)"."""
+    """Return a tree in words, such as "a dict of ids (n, 8), mask (n, 8)"."""
     if isinstance(tree, torch.Tensor):
         return f"a tensor {shape_of(tree)}"
     parts = ", ".join(f"{name} {shape_of(leaf)}" for name, leaf in named_leaves(tree))
@@ -117,7 +117,7 @@ def described(tree: Tree) -> str:
 
 
 def part(tree: Tree, path: str) -> Tree:
-    """Return a part of a tree by its name, as `named_leaves` has it, or of an object by its attribute. Raises LookupError."""
+    """Return a part of a tree by its name, as in `named_leaves`, or of an object by its attribute. Raises LookupError."""
     for key in path.split("."):
         try:
             if isinstance(tree, Mapping):
@@ -132,7 +132,7 @@ def part(tree: Tree, path: str) -> Tree:
 
 
 def signature(tree: Tree) -> tuple[object, ...]:
-    """Return what two batches share if one compiled graph serves both: structure, shapes, types and order of memory."""
+    """Return the key of the compiled graph for a batch: structure, shapes, dtypes and memory order."""
     if isinstance(tree, torch.Tensor):
         return tree.shape, tree.dtype, tree.stride()
     if isinstance(tree, dict):
@@ -145,7 +145,7 @@ def signature(tree: Tree) -> tuple[object, ...]:
 def call(model: Callable[..., Tree], arguments: Tree) -> Tree:
     """Call a model with a dict's values as keywords, with a tuple's items as positions, or with a tensor.
 
-    A function is called with the model: it runs parts of it.
+    A function is called with the model, and runs parts of it.
     """
     if callable(arguments) and not isinstance(arguments, torch.Tensor):
         return arguments(model)

@@ -1,4 +1,4 @@
-"""Objects that a program gives to `drivetrain.train` where a setting takes the dotted name of a class or function."""
+"""Objects that a program passes to `drivetrain.train` for settings that take the dotted name of a class or function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drivetrain.core.options.overrides import format_value, key_of, parse
 PACKAGE = "given"  # stands before the names of objects that cannot be imported
 PLAIN = (str, Number, type(None), Path)
 
-_held: dict[str, object] = {}  # for as long as the program lives: its runs may be loaded and resumed
+_held: dict[str, object] = {}  # kept while the program lives: its runs may be loaded and resumed
 
 
 def find(name: str) -> object:
@@ -29,7 +29,7 @@ def find(name: str) -> object:
 
 
 def objects_in(overrides: Iterable[str]) -> list[str]:
-    """Return those of the overrides that name given objects."""
+    """Return the overrides that name given objects."""
     return [word for word in overrides if f"{PACKAGE}." in word.partition("=")[2]]
 
 
@@ -78,7 +78,7 @@ def is_plain(value: object) -> bool:
 
 
 def _model(value: object) -> dict[str, object]:
-    """A module is copied as it is now, and the caller's stays as it is."""
+    """A module is copied in its present state; the caller's does not change."""
     if not isinstance(value, torch.nn.Module):
         return {"model": "own", "model.target": value}
     kept = copy.deepcopy(value)
@@ -115,11 +115,11 @@ def _metrics(value: object) -> dict[str, object]:
     value = value if isinstance(value, list | tuple) else [value]
     shipped, own = [each for each in value if isinstance(each, str)], [each for each in value if callable(each)]
     if odd := [type(each).__name__ for each in value if not isinstance(each, str) and not callable(each)]:
-        raise UserError(f"metrics takes names, functions, classes and what can be called as a function, not {', '.join(odd)}")
+        raise UserError(f"metrics takes names, functions, classes and callable objects, not {', '.join(odd)}")
     if len(own) == 1 and (isinstance(own[0], type) or inspect.isroutine(own[0])):
         return {"metrics": [*shipped, "own"], "metrics.own.target": own[0]}
     if classes := [each.__name__ for each in own if isinstance(each, type)]:
-        raise UserError(f"metrics takes a class alone, or functions and objects: make it an object, as {classes[0]}()")
+        raise UserError(f"metrics takes one class, or functions and objects: make it an object, as {classes[0]}()")
 
     def metrics(output: object, target: object) -> dict[str, object]:
         return {_plain_name(each): copy.deepcopy(each)(output, target) for each in own}  # an object would add up
@@ -137,7 +137,7 @@ _SETTINGS: Mapping[str, Callable[[object], dict[str, object]]] = {
 
 
 def _name_of(value: object) -> str:
-    """The dotted name of an object: its own, where that leads to it, else one by which it is held from now on."""
+    """The dotted name of an object: its own if that name leads to it, else a new one under which it is kept."""
     name = _plain_name(value)
     module = getattr(value, "__module__", "__main__")
     if module != "__main__" and getattr(sys.modules.get(module), name, None) is value:
