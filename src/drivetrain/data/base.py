@@ -1,4 +1,4 @@
-# long: reading, holding out and learning are one order, which every data option follows
+# long: every data option follows one order of reading, holding out and learning
 """The interface of every data option: sources of the training, validation and test sets, read a batch at a time."""
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from drivetrain.data.baseline import Baseline
 from drivetrain.data.decoding import ImageFileSource, Range
 from drivetrain.data.untrusted import Encoding
 
-SPLITS = ("validation", "test")  # what is evaluated
+SPLITS = ("validation", "test")  # the evaluated ones
 IGNORE_INDEX = -100  # a target that the loss ignores: torch's own ignore_index
 Fraction = Annotated[float, annotated_types.Gt(0), annotated_types.Lt(1)]
-# Several named sets: for each what the setting takes for one.
+# Several named sets: each has a value that the setting takes for one set.
 _NAMED = Entries(PLAIN_NAME, ((Text(r".*", ""), FILE_NAME),))
 Sets = Annotated[dict[str, Fraction | FileName], _NAMED]
 FileSets = Annotated[dict[str, FileName], _NAMED]
@@ -49,11 +49,11 @@ Validation = Literal["auto"] | Fraction | FileName | Sets | None
 AUTO_SHARE = 0.1  # of the training samples, with data.validation=auto where the data has no validation set
 
 
-HOLD_OUT_STREAM = 9  # of the random numbers of samples that have nothing but their number
+HOLD_OUT_STREAM = 9  # of the random numbers of samples without a name or content
 MAX_BYTES = 2**28  # of tensors that are hashed as a whole for the fingerprint
 LARGE = 100_000_000  # samples of an order whose memory is reported
-SAMPLES = 32  # that are read for it where it would be dear to read all, spread evenly
-WHOLE = {"test": "the whole file"}  # the origin of the samples of another file than the run's own
+SAMPLES = 32  # read for it, spread evenly, where reading all would be expensive
+WHOLE = {"test": "the whole file"}  # the origin of samples of another file than the run's own
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -65,29 +65,29 @@ K = TypeVar("K")
 
 @dataclass(kw_only=True)
 class Splits(groups.Splits):
-    """The loaded data, with its other sources, and all that a run keeps of it."""
+    """The loaded data, with its other sources, and all facts that a run keeps."""
 
     test: Source | Mapping[str, Source]  # several have names
     normalize: Normalize | None
     dtype: torch.dtype | None = None  # of the inputs, where they are not floats
-    units: Units | None = None  # of target values that were standardised
+    units: Units | None = None  # of standardised target values
     files: Mapping[str, str] = field(default_factory=dict)  # name → text, kept in the run's directory: a tokenizer, …
     example: Tree | None = None  # the inputs of two samples; None: of this shape and type
     call: Tree | None = None  # the arguments of a loss's own call of the model; None: it is called with the inputs
-    pixels: Range | None = None  # of the values of image files of more than 8 bits, or those that the user gave
+    pixels: Range | None = None  # of the values of image files of more than 8 bits, or the user's
     images: str | None = None  # the key of the images, where inputs are a dict: they are augmented and normalised
     validation: Source | Mapping[str, Source] | None = None  # None: there is none, and a run selects on the test set
-    origins: Mapping[str, str] = field(default_factory=dict)  # set → where its samples come from, in words, where it is known
-    inputs: str = ""  # what the inputs are, in short, for the run's first line
-    doubts: Sequence[str] = ()  # what looks wrong in the data, a line each
+    origins: Mapping[str, str] = field(default_factory=dict)  # set → the origin of its samples, in words, if known
+    inputs: str = ""  # a short description of the inputs, for the run's first line
+    doubts: Sequence[str] = ()  # doubts about the data, a line each
 
     def __post_init__(self) -> None:
-        # One set alone has no name.
+        # A single set has no name.
         alone = (found.get("", found or None) if isinstance(found, dict) else found for found in (self.test, self.validation))
         self.test, self.validation = cast(Any, tuple(alone))
 
     def sets(self, split: str) -> Mapping[str, Source]:
-        """Return the sets of a split, test or validation, by name: one alone is "", and {} where there is none."""
+        """Return the sets of a split, test or validation, by name: a single one is "", and {} without any."""
         found = self.test if split == "test" else self.validation
         return {} if found is None else found if isinstance(found, Mapping) else {"": found}
 
@@ -100,22 +100,22 @@ class Splits(groups.Splits):
 
 @dataclass
 class Inputs:
-    """The inputs of samples that are to be predicted, as training encoded them.
+    """The inputs of samples to predict, encoded as in training.
 
-    Each block has the names of its samples, and what reads some of them; reading raises DataError.
+    Each block has the names of its samples, and a function that reads some of them; it raises DataError.
     """
 
     blocks: Iterator[tuple[Sequence[str], Callable[[slice], Tree]]]
-    unknown: Counter[str] = field(default_factory=Counter)  # column → its rows with a category that no training row has
+    unknown: Counter[str] = field(default_factory=Counter)  # column → its rows with a category unknown in training
 
 
 @dataclass
 class OwnData:
-    """The facts that a finished run keeps of its own data, where it is evaluated on data of another place."""
+    """The facts that a finished run keeps about its own data, for an evaluation on other data."""
 
     splits: Splits  # without samples
     hash: str  # the fingerprint of its training samples; "" where it has none
-    holdout: float | None = None  # the share of the other data that the command asks for; None: all
+    holdout: float | None = None  # the requested share of the other data; None: all
     test: bool = False  # whether the command gives data.test
 
 
@@ -125,12 +125,12 @@ class Normalize:
     def __init__(
         self, mean: Sequence[float] | torch.Tensor, std: Sequence[float] | torch.Tensor, dtype: torch.dtype | None = None
     ) -> None:
-        """`dtype` is that of the results; None: float32."""
+        """`dtype` is the dtype of the results; None: float32."""
         self.mean, self.std = torch.as_tensor(mean).view(-1, 1, 1), torch.as_tensor(std).view(-1, 1, 1)
         self.dtype = dtype or torch.float32
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise inputs (n, c, h, w) that are on this normaliser's device."""
+        """Normalise inputs (n, c, h, w) on this normaliser's device."""
         values = x.float() if x.is_floating_point() else x  # bytes become floats as the mean is subtracted: one kernel fewer
         return (values - self.mean).div_(self.std).to(self.dtype)  # not sub_: x may be the source's
 
@@ -139,13 +139,13 @@ class Normalize:
         return Normalize(self.mean.to(device), self.std.to(device), self.dtype)
 
     def rounded(self, dtype: torch.dtype) -> Normalize:
-        """Return the same normalisation with results of this type."""
+        """Return the same normalisation with results of this dtype."""
         return Normalize(self.mean, self.std, dtype)
 
 
 @dataclass
 class Units:
-    """Turns standardised values (n, k) back into those of the data: value × std + mean."""
+    """Turns standardised values (n, k) back into the data's units: value × std + mean."""
 
     mean: torch.Tensor  # (k,)
     std: torch.Tensor  # (k,)
@@ -172,7 +172,7 @@ def number_apart(count: int, share: float) -> int:
 
 @dataclass(kw_only=True, eq=False)
 class Data(Option, groups.Data):
-    """The base of every data option. Its settings are fields; those of each option follow from its class and its bases."""
+    """The base of every data option. Its settings are the fields of its class and its bases."""
 
     changes = "trains on other samples"
     drop_last: bool = True
@@ -183,15 +183,15 @@ class Data(Option, groups.Data):
     validation: Validation | Mapping[str, object] = None
     stage_keys: ClassVar[tuple[str, ...]] = ("size", "length", "weights", "weights.*")
     why_fixed: ClassVar[str] = "the samples and their order are one for the whole run"
-    test: Any = field(init=False, default=None)  # the test set, or several by name, where the user chooses it
+    test: Any = field(init=False, default=None)  # the test set, or several by name, if the user sets it
     # Inputs are sequences of tokens, which may differ in length; None where only the user knows.
     tokens: bool | None = field(init=False, default=False)
-    targets: TargetKind | None = field(init=False, default="class")  # what a sample's target is; None where only the user knows
+    targets: TargetKind | None = field(init=False, default="class")  # a sample's kind of target; None: only the user knows
     input_files: ClassVar[tuple[str, ...]] = ()  # endings of the files that `read_inputs` reads
-    reads: ClassVar[tuple[TargetKind, ...]] = ()  # what targets it can read, where there are several kinds; the usual one first
-    kind: TargetKind | None = field(init=False, default=None)  # the one of them that the user chose
-    own: OwnData | None = field(init=False, default=None)  # of a finished run that is evaluated on data of another place
-    like: Splits | None = field(init=False, default=None)  # the data by which this is encoded, where it is mixed with other
+    reads: ClassVar[tuple[TargetKind, ...]] = ()  # the kinds of targets that it can read, if several; the usual one first
+    kind: TargetKind | None = field(init=False, default=None)  # the user's choice among them
+    own: OwnData | None = field(init=False, default=None)  # of a finished run that is evaluated on other data
+    like: Splits | None = field(init=False, default=None)  # the data that determines the encoding, in a mix
 
     def __post_init__(self) -> None:
         for key in self.machine_local_keys:
@@ -202,7 +202,7 @@ class Data(Option, groups.Data):
             vars(self)["validation"] = 1 / self.folds
 
     def resolve(self, run: RunSpec) -> Self:
-        """Read the targets that the user chose, or those that the task wants; for pairs, make two views of each image."""
+        """Set the targets to the user's choice or the task's; for pairs, make two views of each image."""
         wanted, targets = run.task.targets, self.targets
         if self.reads:
             targets = self.kind or next((kind for kind in wanted if kind in self.reads), self.reads[0])
@@ -234,12 +234,12 @@ class Data(Option, groups.Data):
             yield f"data.folds={self.folds} divides the training samples, and data.validation names other sets: leave one out"
 
     def several(self, split: str) -> Mapping[str, object]:
-        """Return the settings of the named sets of a split, validation or test; {} where it is one set, or none."""
+        """Return the settings of the named sets of a split, validation or test; {} for a single set or none."""
         given = self.test if split == "test" else self.validation
         return given if isinstance(given, Mapping) else {}
 
     def judging_sets(self) -> Sequence[str]:
-        """Return the names of the sets that models are selected by; one alone is \"\"."""
+        """Return the names of the sets that select models; a single one is \"\"."""
         return list(self.several("test" if self.validation is None else "validation")) or [""]
 
     def places(self, split: str) -> dict[str, str]:
@@ -256,16 +256,17 @@ class Data(Option, groups.Data):
             )
 
     def load(self, device: torch.device) -> Splits:
-        """Load the data, or open its files: the training set, and all sets of the test and the validation that are its own.
+        """Load the data, or open its files: the training set, and all separate test and validation sets.
 
-        Raises UserError where it is missing or not usable.
+        Raises UserError if it is missing or unusable.
         """
         raise self.unwritten("load")
 
     def load_sets(self, device: torch.device) -> Splits:
-        """Load the data, and hold out the validation set from the training set where it is a share of it. Raises UserError.
+        """Load the data, and hold out the validation set if it is a share of the training set.
 
-        Data that a finished run is evaluated on is used whole, encoded as the run's own, where it is other data than that.
+        Raises UserError. If a finished run is evaluated on other data, that data is used whole, with the encoding of the run's
+        own.
         """
         try:
             return self._all_sets(device) if self.own is None else self._judged(self.own, device)
@@ -277,7 +278,7 @@ class Data(Option, groups.Data):
             ) from None
 
     def _all_sets(self, device: torch.device) -> Splits:
-        """Load the data with all its sets, one that is a share of the training set too."""
+        """Load the data with all its sets, including a share of the training set."""
         data, share, names = self.load(device), self.share(), list(self.several("validation")) or [""]
         own = data.sets("validation")
         if self.folds is not None and own:
@@ -292,22 +293,22 @@ class Data(Option, groups.Data):
         return replace(data, train=train, validation={name: own.get(name, held) for name in names}, origins=origins)
 
     def load_whole(self, own: Splits) -> Splits | None:
-        """Return all samples as the training and the test sets, encoded as those of a run's own data. Raises UserError.
+        """Return all samples as training and test sets, with the encoding of a run's own data.
 
-        None where the option has no such way, or where there is a test set: the sets are then those of training.
+        Raises UserError. None where the option cannot do so, or where there is a test set: the sets are then as in training.
         """
         return None
 
     def other_file(self) -> Path:
-        """Return the file that a finished run is evaluated on: data.test where the command gives it, else data.path."""
+        """Return the file that a finished run is evaluated on: data.test if the command sets it, else data.path."""
         return Path(str(getattr(self, "test" if self.own is not None and self.own.test else "path")))
 
     def _judged(self, own: OwnData, device: torch.device) -> Splits:
         """Return the other data that a finished run is evaluated on."""
         divided = None
-        with contextlib.suppress(UserError):  # too few samples to be divided; what else is wrong is found again
+        with contextlib.suppress(UserError):  # too few samples to divide; other errors are raised again later
             divided = self._all_sets(device)
-            if (fingerprint(divided.train) or {}).get("hash") == own.hash:  # it was moved: its test set is the run's own
+            if (fingerprint(divided.train) or {}).get("hash") == own.hash:  # the data was moved: its test set is the run's own
                 return divided
         data = self.load_whole(own.splits)
         if data is None:
@@ -324,7 +325,7 @@ class Data(Option, groups.Data):
         return AUTO_SHARE if given == "auto" else given if isinstance(given, float) else None
 
     def order_of(self, source: Source, run: RunSpec) -> Order:
-        """Return the order in which the samples of the training set come in a run. Raises UserError."""
+        """Return the order of the training samples in a run. Raises UserError."""
         order = self._order_of(source)
         if order.at is None and order.length > LARGE:
             gib = 8 * order.length / 2**30
@@ -348,7 +349,7 @@ class Data(Option, groups.Data):
         if source.order is None:
             raise self._no_order("an order", "a method `order(seed, epoch)`, of sample numbers")
         order = Order(len(source.order(0, 0)), source.order, repeats=source.own_code is not None)
-        for seed, epoch in ((0, 1), (1, 0)):  # one that differs ends the run here, not after an epoch
+        for seed, epoch in ((0, 1), (1, 0)):  # a wrong one ends the run here, not after an epoch
             order(seed, epoch)
         return order
 
@@ -359,7 +360,7 @@ class Data(Option, groups.Data):
         )
 
     def encode(self, text: str, data: Splits) -> torch.Tensor:
-        """Return the tokens of a text (length,), as the model takes them. Raises DataError."""
+        """Return the tokens of a text (length,) for the model. Raises DataError."""
         raise DataError(f"{type(self).__name__.lower()} does not read text")
 
     def decode(self, tokens: Sequence[int], data: Splits) -> str | None:
@@ -367,19 +368,19 @@ class Data(Option, groups.Data):
         return None
 
     def fitted_baseline(self, data: Splits) -> Baseline | None:
-        """Return what a run's model is compared with, fitted on the training samples; None: it is compared with nothing."""
+        """Return the baseline for a run's model, fitted on the training samples; None: there is none."""
         return None
 
     def describe_row(self, x: Tree, data: Splits) -> Mapping[str, str]:
-        """Return the values of a sample that is a row of a table, by their columns; {} for another one."""
+        """Return the values of a table's row by column; {} for other samples."""
         return {}
 
     def describe_columns(self, data: Splits) -> Mapping[str, Sequence[str]]:
-        """Return in words what each column of the training table became; {} where there is no table."""
+        """Return the encoding of each column of the training table, in words; {} without a table."""
         return {}
 
     def answer_texts(self, data: Splits) -> tuple[Callable[[Sequence[int]], str], Sequence[str]]:
-        """Return what turns the tokens of an answer into text, special ones included, and the texts that end one."""
+        """Return the function from an answer's tokens to text, special ones included, and the texts that end an answer."""
         raise self.unwritten("answer_texts")
 
     def read_inputs(self, file: Path | Iterable[bytes], data: Splits, size: int) -> Inputs:
@@ -410,7 +411,7 @@ class Data(Option, groups.Data):
 
 
 class ReadSet(Protocol):
-    """The samples of one set as they are read: a source already, or what becomes one once the training samples are known."""
+    """The samples of one set after reading: a source, or an object that becomes one once the training samples are known."""
 
     def __len__(self) -> int: ...
 
@@ -427,38 +428,38 @@ class Listed(list[T]):
 
 @dataclass(kw_only=True, eq=False)
 class HeldOut(Data, Generic[P, K, S]):
-    """The base of data that is read set by set. The share `holdout` of training is the test set where it has no other.
+    """The base of data that is read set by set.
 
-    A subclass reads the training samples and those of another set (P), knows what encodes them (K), such as a schema or classes,
-    and makes sources of them (S).
+    Without a test set, the share `holdout` of training is the test set. A subclass reads the samples of the training and of
+    other sets (P), has their encoding (K), such as a schema or classes, and makes sources of them (S).
     """
 
     holdout: Fraction = 0.1
-    samples_are: ClassVar[str] = "images"  # what messages call them
-    remedy: ClassVar[str] = "set data.test or data.holdout, or add more"  # where a set is empty
+    samples_are: ClassVar[str] = "images"  # their name in messages
+    remedy: ClassVar[str] = "set data.test or data.holdout, or add more"  # for an empty set
 
     def places(self, split: str, known: K | None = None) -> dict[str, str]:
-        """Return the places of sets, those too that what was read of training shows, where it is `known`."""
+        """Return the places of sets, including those found while reading training, which `known` has."""
         return super().places(split)
 
     def read(self) -> tuple[P, K]:
-        """Return the training samples, held-out ones included, and what has been learned of the data so far. Raises UserError."""
+        """Return the training samples, held-out ones included, and the facts learned from the data so far. Raises UserError."""
         raise self.unwritten("read")
 
     def fractions(self, every: P) -> np.ndarray:
-        """Return a number in [0, 1) for each sample (n,), by which it is held out: the same one in every run."""
+        """Return a number in [0, 1) for each sample (n,), that decides whether it is held out: the same one in every run."""
         raise self.unwritten("fractions")
 
     def divided(self, every: P) -> tuple[P, P]:
-        """Return the samples that train, and those that are held out of them as the test set."""
+        """Return the samples to train on, and the ones held out as the test set."""
         apart = torch.from_numpy(self.fractions(every) < self.holdout)
         return every.subset((~apart).nonzero().flatten()), every.subset(apart.nonzero().flatten())
 
     def learn(self, known: K, every: P, train: P) -> None:
-        """Add to `known` what the training samples teach: classes, statistics. `every` has the held-out ones too."""
+        """Add to `known` the facts learned from the training samples: classes, statistics. `every` has the held-out ones too."""
 
     def read_set(self, place: str, known: K, split: str) -> P:
-        """Return the samples of another set than that of training. Raises UserError."""
+        """Return the samples of a set other than training. Raises UserError."""
         raise self.unwritten("read_set")
 
     def source(self, known: K, part: P) -> S:
@@ -466,9 +467,9 @@ class HeldOut(Data, Generic[P, K, S]):
         return cast(S, part)
 
     def about(self, known: K, sources: Sequence[tuple[str, S]], own: Splits | None) -> dict[str, object]:
-        """Return the properties of Splits for the sources, each after its split, that of training first.
+        """Return the properties of Splits for the sources, by split, training first.
 
-        `own` is a run's own data, where these are others.
+        `own` is a run's own data, if these are others.
         """
         raise self.unwritten("about")
 
@@ -489,7 +490,7 @@ class HeldOut(Data, Generic[P, K, S]):
         return self._encoded(known, train, sets, self.like)
 
     def read_like(self, other: Splits) -> tuple[P, K]:
-        """Return what `read` does, with other data's properties instead of its own. Raises UserError."""
+        """Return the result of `read`, with other data's properties instead of its own. Raises UserError."""
         if (known := self.kept(other)) is None:
             raise UserError(f"{type(self).__name__} is one whole table: mix tables of files (option: tabular)")
         return self.read_set(str(self.other_file()), known, "train"), known
@@ -515,14 +516,14 @@ class HeldOut(Data, Generic[P, K, S]):
         return None
 
     def load_whole(self, own: Splits) -> Splits | None:
-        """Load the files of the test where the command gives them, else that of training."""
+        """Load the test files if the command sets them, else the training file."""
         if (known := self.kept(own)) is None:
             return None
         places = self.places("test") if self.own is not None and self.own.test else {"": str(self.other_file())}
         return self.judged(known, {name: self.read_set(place, known, "test") for name, place in places.items()}, own)
 
     def judged(self, known: K, parts: Mapping[str, P], own: Splits, origins: Mapping[str, str] = WHOLE) -> Splits:
-        """Return the sets of other data as those of the test, the first one as the training set too."""
+        """Return the sets of other data as test sets; the first one is also the training set."""
         first, *others = parts
         data = self._encoded(known, parts[first], {"test": {name: parts[name] for name in others}}, own)
         return replace(data, test={first: data.train, **data.sets("test")}, files=own.files or data.files, origins=origins)
@@ -533,7 +534,7 @@ class FromFile(HeldOut[P, K, S]):
     """The base of data in a file for each set."""
 
     reads_what: ClassVar[str]  # in words
-    ships: ClassVar[bool] = False  # there is data without a path
+    ships: ClassVar[bool] = False  # data exists without a path
 
     path: str | None = None
     test: str | dict[str, str] | None = None
@@ -581,11 +582,11 @@ def hash_fractions(names: Iterable[str], count: int) -> np.ndarray:
     return np.fromiter(map(hash_fraction, told(names, count)), np.float64, count)
 
 
-MANY, TRIED = 10**7, 2**16  # names whose hashes take a while, and those that are timed
+MANY, TRIED = 10**7, 2**16  # names whose hashes take long, and names that are timed
 
 
 def told(names: Iterable[Name], count: int) -> Iterator[Name]:
-    """Yield names that are hashed to hold some out. Of many, log before the first how long that will take, then the progress."""
+    """Yield names for hashing. With many, log an estimate of the time first, then the progress."""
     left = iter(names)
     if count >= MANY:
         for tried in (1, TRIED):  # the first call prepares
@@ -600,7 +601,7 @@ def told(names: Iterable[Name], count: int) -> Iterator[Name]:
 
 
 def _expanded(given: object) -> object:
-    """Return a path, or those of several sets, with ~ as the home directory; None for an empty one; and what else there is."""
+    """Return a path, or those of several sets, with ~ as the home directory; None for an empty one; and any other value."""
     if isinstance(given, Mapping):
         return {name: _expanded(each) for name, each in given.items()}
     return os.path.expanduser(given) or None if isinstance(given, str) else given
@@ -609,11 +610,10 @@ def _expanded(given: object) -> object:
 def hold_out(source: Source, share: float, folds: int | None = None, fold: int = 0) -> tuple[Source, Source]:
     """Return the training and the validation samples of a source: the same ones in every run, on any number of ranks.
 
-    With `folds` these are the samples of one fold instead of a share.
-
-    Which ones depends on the samples alone: on their content, or on what names them where reading them is too dear. Samples
-    that belong together, such as the pieces of a document, stay together. Each class gives the same share, where the classes
-    are known without reading samples. Raises UserError where one of the sets would be empty.
+    With `folds` they are one fold instead of a share. The choice depends only on the samples: on their content, or on their
+    names where reading is too expensive. Samples that belong together, such as the pieces of a document, stay together. Each
+    class gives the same share, where the classes are known without reading samples. Raises UserError where one of the sets
+    would be empty.
     """
     labels, groups, counts = source.labels(), source.groups, None
     if groups is not None:
@@ -633,9 +633,9 @@ def hold_out(source: Source, share: float, folds: int | None = None, fold: int =
 
 
 def in_fold(keys: np.ndarray, labels: np.ndarray | None, counts: np.ndarray | None, folds: int, fold: int) -> np.ndarray:
-    """Return which samples are those of a fold, bool (n,): each fold takes its share of what those before it have left.
+    """Return which samples are in a fold, bool (n,): each fold takes its share of the samples left by earlier folds.
 
-    The arguments are those of `chosen`.
+    The arguments are as in `chosen`.
     """
     left = np.ones(len(keys), bool)
     for n in range(fold + 1):
@@ -653,11 +653,11 @@ def count_held_out(samples: int, share: float) -> int:
 
 
 def chosen(keys: np.ndarray, labels: np.ndarray | None, share: float, counts: np.ndarray | None = None) -> np.ndarray:
-    """Return which samples are held out, bool (n,): those of the lowest keys (n,) uint64, for each class its share.
+    """Return which samples are held out, bool (n,): the lowest keys (n,) uint64, for each class its share.
 
-    Samples of one key are a group, which is held out as a whole where at least half of it is wanted. The shares of classes are
-    rounded so that their sum is that of all samples; there are none where a group has samples of several classes. Where each of
-    the n represents several samples, `counts` (n,) has their numbers.
+    Samples of one key are a group, which is held out as a whole if at least half of it is wanted. The classes' shares are rounded
+    to the sum over all samples; they are ignored if a group has samples of several classes. Where each of the n represents
+    several samples, `counts` (n,) has their numbers.
     """
     _, first, group = np.unique(keys, return_index=True, return_inverse=True)  # in the keys' order
     sizes = np.bincount(group, counts)
@@ -678,11 +678,11 @@ def chosen(keys: np.ndarray, labels: np.ndarray | None, share: float, counts: np
     return np.asarray(taken[group])
 
 
-MOST_FILES = 20_000  # that are read to compare their content
+MOST_FILES = 20_000  # read to compare their content
 
 
 def twice(one: Source, other: Source) -> int | None:
-    """Return how many samples of `other` have the same content as one of `one`; None where that would be dear to find out."""
+    """Return how many samples of `other` have the same content as one of `one`; None where finding out would be expensive."""
     if any(isinstance(each, ImageFileSource) for each in (one, other)):
         if len(one) + len(other) > MOST_FILES:
             return None
@@ -695,7 +695,7 @@ def twice(one: Source, other: Source) -> int | None:
 
 
 def _keys(source: Source) -> np.ndarray:
-    """Return a number (n,) uint64 for each sample, equal for those that stay together."""
+    """Return a number (n,) uint64 for each sample, equal for samples that stay together."""
     if (names := source.identities()) is not None:
         if isinstance(names, torch.Tensor):
             return rng.keys(0, 0, names, HOLD_OUT_STREAM).numpy().astype(np.uint64)
@@ -714,11 +714,12 @@ def hash_of(identities: Iterable[str | bytes]) -> np.ndarray:
 
 
 def fingerprint(source: Source) -> JsonObject | None:
-    """Return `hash`, `of` (what was hashed) and `samples` (how many there are) of a source; None where it cannot be read.
+    """Return `hash`, `of` (the hashed content) and `samples` (their number) of a source; None where it cannot be read.
 
-    It is equal on every machine where the samples are, whatever the seed, and cheap: tensors in memory are hashed as a whole up
-    to MAX_BYTES. What knows a text of each sample's content (rows of a table, documents, checksums of a packed file) is hashed
-    by these. Of image files it is their names and classes, and the bytes of some files; of all else it is some samples.
+    Equal samples have the same fingerprint on every machine and with any seed. It is cheap: tensors in memory are hashed whole
+    up to MAX_BYTES. Sources with a text for each sample's content (rows of a table, documents, checksums of a packed file) are
+    hashed by these texts. Image files are hashed by their names and classes and the bytes of some, and other sources by some
+    samples.
     """
     digest = hashlib.blake2b(f"{len(source)} samples".encode(), digest_size=16)
     try:
@@ -731,7 +732,7 @@ def fingerprint(source: Source) -> JsonObject | None:
 
 
 def _add(digest: hashlib.blake2b, source: Source) -> str:
-    """Hash what there is of a source; return what that was."""
+    """Hash a source; return a name for the hashed content."""
     names = source.identities()
     if names is None and isinstance(source, Tensors) and trees.nbytes((source.x, source.y)) <= MAX_BYTES:
         _add_tensors(digest, (source.x, source.y))

@@ -55,7 +55,7 @@ from drivetrain.data.untrusted import as_kept, read_image_file
 
 IMAGENET = [255 * m for m in (0.485, 0.456, 0.406)], [255 * s for s in (0.229, 0.224, 0.225)]  # mean, standard deviation
 Normalization = Literal["imagenet", "measured"]
-ENLARGED, STEP = 1.5, 16  # times the shorter side; sizes that are advised are multiples of it
+ENLARGED, STEP = 1.5, 16  # times the shorter side; advised sizes are multiples of it
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class ImageData:
 
     size: ImageSize = 224
     normalize: Normalization = "imagenet"
-    range: Sequence[float] | None = None  # of the values that become 0 and 255; None: as the training files have them
+    range: Sequence[float] | None = None  # the values that become 0 and 255; None: the training files' range
     max_pixels: Count = 50_000_000
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -80,16 +80,16 @@ class ImageData:
         return True
 
     def how(self) -> Decoding:
-        """Return how the image files become samples."""
+        """Return the settings by which image files become samples."""
         return Decoding(self.size, self.max_pixels)
 
     def looked_at(
         self, sources: Sequence[tuple[str, ImageFileSource]], own: Splits | None = None, *more: str, doubts: Iterable[str] = ()
     ) -> dict[str, object]:
-        """Give sources the range of their pixels: the user's, that of a run's `own` data, or that of the first source's files.
+        """Give sources the range of their pixels: the user's, a run's `own`, or the range in the first source's files.
 
-        Returns their properties for Splits: their normalisation, their range, what they are in short, with `more` of it, and what
-        looks wrong. Raises DataError where there is no range, or all pixels are alike.
+        Returns their properties for Splits: normalisation, range, a short description with `more`, and doubts. Raises DataError
+        where there is no range, or all pixels are alike.
         """
         (height, width), seen = sides(self.size), Seen.of(train := sources[0][1])
         if self.range is not None:
@@ -111,7 +111,7 @@ class ImageData:
 
 @dataclass(kw_only=True, eq=False)
 class PictureData(ImageData):
-    """The common part of options whose image files are read from their middle, and may be skipped where they are broken."""
+    """The common part of options that read the middle of image files, and may skip broken ones."""
 
     crop_pct: CropShare = 1.0
     on_error: OnError = "raise"
@@ -123,14 +123,14 @@ class PictureData(ImageData):
 
 @dataclass
 class Seen:
-    """The facts that were seen of some files of a source, spread evenly."""
+    """The properties of some files of a source, spread evenly."""
 
     files: int
     sizes: list[tuple[int, int]] = field(default_factory=list)  # width and height of the readable ones
     deep: int = 0  # files of more than 8 bits; of their values:
     low: float = math.inf
     high: float = -math.inf
-    whole: bool = True  # numbers, all of them
+    whole: bool = True  # whether all are whole numbers
     plain: set[int] = field(default_factory=set)  # the first different values of files of 8 bits
 
     @classmethod
@@ -145,12 +145,12 @@ class Seen:
                     seen.sizes.append(image.size)
                     if (values := values_of(image)) is not None:
                         seen.deep += 1
-                        seen.low = float(np.minimum(seen.low, values.min()))  # which NaN passes
+                        seen.low = float(np.minimum(seen.low, values.min()))  # minimum keeps NaN
                         seen.high = float(np.maximum(seen.high, values.max()))
                         seen.whole = seen.whole and (values.dtype.kind != "f" or bool((values == np.rint(values)).all()))
                     elif len(seen.plain) < 2:
                         seen.plain.update(np.ravel(image.convert("RGB").getextrema()).tolist())
-            except DataError as error:  # reading it reports that
+            except DataError as error:  # reported when it is read
                 logger.debug("%s", error)
         return seen
 
@@ -162,7 +162,7 @@ class Seen:
         return of_values(self.low, self.high, self.whole, where) if self.deep else None
 
     def described(self) -> str:
-        """Return the sizes of the images in words, and their values where they have more than 8 bits."""
+        """Return the sizes of the images in words, and their values if they have more than 8 bits."""
         if not self.sizes:
             return "images"
         ends = [min(self.sizes, key=math.prod), max(self.sizes, key=math.prod)]
@@ -177,7 +177,7 @@ class Seen:
         )
 
     def enlarged(self, size: int) -> Iterator[str]:
-        """Yield what to set where most images are much smaller than the size that they are resized to."""
+        """Yield advice if most images are much smaller than the size that they are resized to."""
         if not self.sizes:
             return
         side, (width, height) = sorted((min(each), each) for each in self.sizes)[len(self.sizes) // 2]
@@ -206,7 +206,7 @@ class Images(ImageFileSource):
         self.paths = [self.paths[i] for i in indices.tolist()]
 
     def identities(self) -> list[str]:
-        """Return the files' paths below the folder that all are in, which are the same on every machine."""
+        """Return the files' paths below their common folder, which are the same on every machine."""
         if not self.paths:
             return []
         folder = len(os.path.commonpath([min(self.paths), max(self.paths)]))
@@ -214,7 +214,7 @@ class Images(ImageFileSource):
 
 
 class Folders(NamedTuple):
-    """The folders of images that were found."""
+    """The found folders of images."""
 
     layout: listing.SetFolders
     classes: list[str]
@@ -308,7 +308,7 @@ class ImageFolder(PictureData, HeldOut[Images, Folders, Images]):
         return {"shape": self.shape(), "classes": len(known.classes), "names": known.classes, "origins": origins, **looked}
 
     def _files(self, folder: Folder, classes: list[str]) -> Images:
-        """Return the files of each class. Raises UserError for a class without any, and for one that is not known."""
+        """Return the files of each class. Raises UserError for a class without any, and for an unknown one."""
         if unknown := sorted(set(folder.folders) - set(classes)):
             raise UserError(f"{self.root}/{folder.path}: no training image has the class {named(unknown, 5)}")
         if empty := [inside.path for inside in folder.folders.values() if not inside.holds_files()]:
@@ -396,7 +396,7 @@ class LabelsCsv(PictureData, FromFile[Cells, Known, Images]):
         return TargetReader(self.targets or "class", names_of(self.target), "data.target", self.separator)
 
     def _rows(self, path: str, schema: TableSchema | None) -> tuple[Cells, TableSchema]:
-        """Return the images and targets in a table, and its schema, which is decided where none is given. Raises UserError."""
+        """Return the images and targets in a table, and its schema, decided here if none is given. Raises UserError."""
         table, targets = open_table(Path(path), form_of(self.delimiter, self.encoding)), names_of(self.target)
         check_names([self.image], table.names, "data.image", path)
         check_names(targets, table.names, "data.target", path)

@@ -75,7 +75,7 @@ class Packed(Data):
                 )
 
     def _index(self) -> dict[str, Any] | None:
-        """Return the index; None where there is no valid one, which `validate` reports."""
+        """Return the index; None without a valid one, which `validate` reports."""
         try:
             return read_index(Path(self.root)) if self.root else None
         except UserError:
@@ -86,7 +86,7 @@ class Packed(Data):
         return self._read_shape(index) if index else None
 
     def _read_shape(self, index: dict[str, Any]) -> tuple[int, ...]:
-        """Return the shape of an image as it is read, which `size` may make another than the stored one."""
+        """Return the shape of an image after reading; `size` may change the stored one."""
         return tuple(index["shape"]) if self.size is None else (index["shape"][0], *sides(self.size))
 
     def train_samples(self) -> int | None:
@@ -96,7 +96,7 @@ class Packed(Data):
         return int(index["splits"]["train"]["samples"])
 
     def _own(self, index: dict[str, Any]) -> dict[str, str]:
-        """Return the packed sets that are the validation's own."""
+        """Return the packed sets for validation."""
         is_usual = self.validation == "auto" and "validation" in index["splits"]
         return {"": "validation"} if is_usual else self.places("validation")
 
@@ -120,7 +120,7 @@ class Packed(Data):
 
 
 def open_split(root: Path, index: dict[str, Any], split: str, shape: tuple[int, ...], max_pixels: int, verify: bool) -> RawImages:
-    """Open a split as a source. Raises DataError where its files are not what the index describes."""
+    """Open a split as a source. Raises DataError where its files differ from the index."""
     path, table = root / f"{split}.data", StoredSamples.rows(root, index, split)
     labels, sizes = table[:, LABEL], table[:, END].diff(prepend=table.new_zeros(1))
     stored = sizes == math.prod(index["shape"]) if index["kind"] == "uint8" else sizes > 0
@@ -269,7 +269,7 @@ def pack(
 ) -> None:
     """Write all sets, then index.json, which marks the folder as complete. A continued packing writes the same bytes.
 
-    `about` describes what is packed and how. A folder that was begun with another `about` is refused (UserError).
+    `about` describes the content and the format. A folder begun with another `about` is refused (UserError).
     """
     sets = {"train": splits.train, **{split: each for split in SPLITS for each in splits.sets(split).values()}}
     entries = {

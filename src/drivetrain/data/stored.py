@@ -24,11 +24,11 @@ from drivetrain.core.typed import fits
 from drivetrain.data.untrusted import MAPPED, let_go, ordinary, read_whole
 
 FORMAT, VERSION = "drivetrain-packed", 5
-# The columns of the table: where a sample ends in the file, its CRC-32, its class; of a text its key.
+# The columns of the table: a sample's end in the file, its CRC-32 and its class; for a text its key.
 END, CRC, LABEL, KEY = range(4)
 MOST_INDEX = 1 << 26  # bytes of index.json
 CHUNK = 16 << 20  # bytes written between two entries of the journal, about
-FAULT = 1 << 16  # bytes that the system maps at once where one is read
+FAULT = 1 << 16  # bytes that the system maps at once for a read
 INDEX: dict[str, object] = {"kind": str, "names": list[str] | None, "splits": dict[str, dict[str, Any]]}
 OF_IMAGES: dict[str, object] = {"shape": list[int], "classes": int, "normalize": dict[str, list[float]] | None}
 OF_TEXTS: dict[str, object] = {"dtype": str, "files": dict[str, str], "key": str}
@@ -36,7 +36,7 @@ IMAGES, TEXTS = ("uint8", "jpeg"), ("tokens",)  # kinds of samples
 KINDS = {IMAGES: OF_IMAGES, TEXTS: OF_TEXTS}
 DTYPES = ("uint8", "int16", "int32")
 MAX_SIDE = 1 << 16  # pixels
-# Of a set: how many samples it has, in how many bytes, and the digest of its table.
+# Of a set: the number of its samples, their bytes, and the digest of its table.
 ENTRY = {"samples": int, "bytes": int, "table": str}
 
 Sample = tuple[Any, ...]  # its stored bytes, and the columns of its row from LABEL on, whole numbers
@@ -50,10 +50,10 @@ def write_set(
     on_progress: Callable[[int], None],
     names: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Write a set's data and table; return its entry in the index. `samples` gives those from a number on.
+    """Write a set's data and table; return its entry in the index.
 
-    `about` describes the content: a set that was begun with another one is refused (UserError). `names` are the classes as
-    far as they are known, which `samples` may add to.
+    `samples(n)` yields the samples from number n on. `about` describes the content: a set begun with another one is refused
+    (UserError). `names` are the classes known so far; `samples` may add more.
     """
     import numpy as np
 
@@ -67,7 +67,7 @@ def write_set(
             path.touch()
             if path.stat().st_size < size:
                 raise UserError(f"{path} is damaged: give another folder, or remove {out}")
-            os.truncate(path, size)  # what was written after the journal's last entry
+            os.truncate(path, size)  # drops data written after the journal's last entry
     on_progress(begun["samples"])
     for chunk in _chunks(samples(begun["samples"])):
         ends = begun["bytes"][0] + np.cumsum([len(content) for content, *_ in chunk])
@@ -81,7 +81,7 @@ def write_set(
                     os.fsync(file.fileno())
             written = [int(ends[-1]), begun["bytes"][1] + len(table)]
             begun |= {"samples": begun["samples"] + len(chunk), "bytes": written, "names": names}
-            write_json(journal, begun)  # after the samples that it counts are on the disk
+            write_json(journal, begun)  # once the counted samples are on the disk
         on_progress(begun["samples"])
     return {"samples": begun["samples"], "bytes": begun["bytes"][0], "table": hashlib.blake2b(paths[1].read_bytes()).hexdigest()}
 
@@ -115,7 +115,7 @@ def _chunks(samples: Iterator[Sample]) -> Iterator[list[Sample]]:
 
 
 def _begun(journal: Path, about: str) -> dict[str, Any]:
-    """Return what an earlier writing has done. Raises UserError where it wrote something else."""
+    """Return the progress of an earlier writing. Raises UserError if it wrote something else."""
     begun = {"about": about, "samples": 0, "bytes": [0, 0], "names": []}
     if not journal.exists():
         return begun
@@ -146,12 +146,12 @@ def _writing(out: Path) -> Iterator[None]:
 
 
 def damaged(path: Path, what: str) -> DataError:
-    """The error for a file that is not what was written."""
+    """The error for a changed file."""
     return DataError(f"{path} {what}: remove {path.parent} and make it anew")
 
 
 def read_index(root: Path, kinds: tuple[str, ...] = IMAGES) -> dict[str, Any]:
-    """Read the index.json of a folder of these kinds. Raises UserError where it is missing, or not as it was written."""
+    """Read the index.json of a folder of these kinds. Raises UserError if it is missing or changed."""
     try:
         if not (root / "index.json").exists():
             raise FileNotFoundError
@@ -177,7 +177,7 @@ def read_index(root: Path, kinds: tuple[str, ...] = IMAGES) -> dict[str, Any]:
 
 
 def _senseless(index: dict[str, Any], kinds: Sequence[str]) -> list[str]:
-    """Return the names of the entries whose values cannot be."""
+    """Return the names of the entries with impossible values."""
     splits = index["splits"]
     are_entries = all(fits(entry.get(name), kind) for entry in splits.values() for name, kind in ENTRY.items())
     good = {
@@ -197,22 +197,22 @@ def _senseless(index: dict[str, Any], kinds: Sequence[str]) -> list[str]:
 
 
 def _as_tensor(content: object, dtype: torch.dtype) -> torch.Tensor:
-    """Return bytes, which are only read, as a tensor of the same memory."""
+    """Return read-only bytes as a tensor on the same memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(content, dtype=dtype)
 
 
 class StoredSamples:
-    """The samples of a set, each of which is some bytes of a mapped file.
+    """The samples of a set, as bytes of a mapped file.
 
-    With `verify`, a sample's checksum is checked the first time it is read, whichever process reads it.
+    With `verify`, a sample's checksum is checked at its first read in any process.
     """
 
     def __init__(self, path: Path, table: torch.Tensor, verify: bool) -> None:
         self.path, self.table, self.verifies = path, table, verify
-        self.begins = torch.cat([torch.zeros_like(table[:1, END]), table[:-1, END]])  # (n,) where each sample begins
-        self._touched = 0  # bytes of pages, at most, that were mapped since some were let go
+        self.begins = torch.cat([torch.zeros_like(table[:1, END]), table[:-1, END]])  # (n,) the start of each sample
+        self._touched = 0  # most bytes of pages mapped since the last release
         self._open: tuple[mmap.mmap, torch.Tensor] | None = None
         self.expect_all()
 
@@ -240,7 +240,7 @@ class StoredSamples:
 
     def expect_all(self) -> None:
         """Verify each sample when it is read."""
-        # In memory that worker processes share: each sample is verified once, whichever process reads it.
+        # In memory shared by worker processes: each sample is verified once, in any process.
         self.unverified = torch.ones(len(self.table), dtype=torch.bool).share_memory_() if self.verifies else None
 
     def __getstate__(self) -> dict[str, object]:
@@ -257,7 +257,7 @@ class StoredSamples:
         return self._open
 
     def check(self, indices: torch.Tensor) -> None:
-        """Verify the samples that are about to be read, and let go of pages that were. Raises DataError."""
+        """Verify the samples before reading, and release pages read before. Raises DataError."""
         self._touched += int((self.table[indices, END] - self.begins[indices]).sum()) + FAULT * len(indices)
         if self._touched > MAPPED:
             let_go(self.mapped[0])
@@ -270,12 +270,12 @@ class StoredSamples:
             self.unverified[fresh] = False
 
     def stored(self, index: int) -> memoryview:
-        """Return the bytes of a sample as they are stored."""
+        """Return the stored bytes of a sample."""
         return memoryview(self.mapped[0])[int(self.begins[index]) : int(self.table[index, END])]
 
 
 def verify(out: Path, on_progress: Callable[[str, int, int], None]) -> int:
-    """Check every sample's checksum; return the number of samples. Raises DataError naming all that differ."""
+    """Check every sample's checksum; return the number of samples. Raises DataError with the names of all wrong samples."""
     index = read_index(out, IMAGES + TEXTS)
     broken, count = list[str](), 0
     for name in index["splits"]:

@@ -166,7 +166,7 @@ def choose(job: Job) -> None:
 
 def trial_run(job: Job, more: Sequence[str] = ()) -> RunSpec:
     """The job's run as one process that keeps nothing, with `more` overrides."""
-    # Not compiled: a graph for each size would take minutes and memory of its own.
+    # Not compiled: a graph for each size would take minutes and further memory.
     off = ["parallel=single", "compile=none", "debug=none", *more]
     # Averages stored with checkpoints need an option that saves; a trial saves nothing.
     off.append("saving=last" if job.run.saving.active else "saving=none")

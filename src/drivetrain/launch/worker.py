@@ -220,7 +220,7 @@ def _evaluate_average(trainer: Trainer, result: Result, kept: Sequence[Path], ru
             weights[name] = total / len(kept)
     weights, _ = parallel.shard_state_dict(weights, state)
     state = trainer.state()
-    with evaluator.eval_weights():  # in it the model holds the weights that an evaluation uses
+    with evaluator.eval_weights():  # the model then holds the weights of an evaluation
         trainer.model.load_state_dict(weights)
         for name in dict.fromkeys((evaluator.set, "test")):
             each = replace(evaluator.on(name), tables={})
@@ -252,9 +252,9 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
         world_size=world.size,
     )
     writers: list[RunWriter] = []
-    staged: StagedRun | None = None  # which has another trainer in each stage
+    staged: StagedRun | None = None  # it has another trainer in each stage
     config = identity.without_machine_local(job.composed, job.not_compared)
-    run = job.run if job.work is None else stages.without(job.run)  # which does not train, only reads the run's config
+    run = job.run if job.work is None else stages.without(job.run)  # the work does not train, it only reads the run's config
     context = RunContext(run, world, run_dir, job.config_hash, config, resumed=job.checkpoint is not None)
     try:
         staged = _build(job, context, writers, quiet)

@@ -45,7 +45,7 @@ from drivetrain.loader import pieces
 
 logger = logging.getLogger(__name__)
 
-IN_FLIGHT = 8  # copies that may be queued: each holds a batch in pinned memory until the device gets there
+IN_FLIGHT = 8  # copies that may be queued: each holds a batch in pinned memory until the device reaches it
 
 
 @cache
@@ -63,10 +63,10 @@ def copy_ahead(
 ) -> Iterator[MicroBatch]:
     """Yield `to_device(batch)` for each of `batches`, started `ahead` batches early.
 
-    A micro-batch's memory belongs to the side stream, and the main stream reads it. Each start first waits for all work queued
-    on the main stream, so memory dropped by the loop is free by then. `record_stream` would work too, but dropped memory would
-    stay taken until the device gets there: a host many steps ahead would fill the device. For the same reason the host may be
-    only IN_FLIGHT copies ahead: it waits for an older copy, which is done unless the device is that many steps behind.
+    A micro-batch's memory belongs to the side stream, and the main stream reads it. Each start first waits for all work queued on
+    the main stream, so memory dropped by the loop is free by then. `record_stream` would work too, but dropped memory would stay
+    allocated until the device reaches it: a host many steps ahead would fill the device. For the same reason the host may be only
+    IN_FLIGHT copies ahead: it waits for an older copy, which is done unless the device is that many steps behind.
     """
     module, side = torch.get_device_module(device), side_stream(device)
     started: deque[tuple[MicroBatch, torch.Event]] = deque()
@@ -261,7 +261,7 @@ class Loader(Option, groups.Loader):
         return []
 
     def state_dict(self) -> StateDict:
-        """Return what a resumed run needs."""
+        """Return the state for a resumed run."""
         return {}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -294,7 +294,7 @@ class Loader(Option, groups.Loader):
     def _stream(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
     ) -> Stream:
-        """Yield each request's micro-batch by itself."""
+        """Yield the micro-batch of each request."""
         on_device = pipeline.to(device)
         if device.type != "cpu":
             pipeline = pipeline._replace(normalize_later=True)

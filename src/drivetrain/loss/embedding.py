@@ -17,7 +17,7 @@ from drivetrain.core.step.trees import Forward, Tree, map_tensors
 from drivetrain.loss.base import SMALLEST, Loss, wide
 
 SCALE = "logit_scale"  # log(1 / temperature) of a learned temperature, named as in CLIP
-BIAS = "logit_bias"  # as SigLIP has it
+BIAS = "logit_bias"  # as in SigLIP
 FIRST, LOWEST = 0.07, 0.01  # of a learned temperature
 
 
@@ -203,10 +203,10 @@ class Contrastive(ComparingLoss):
     """InfoNCE: each view finds the other view of its sample among those of the global batch.
 
     The inputs of a batch are (n, 2, …), two views of each sample in dimension 1; the model, an ordinary encoder, is called with
-    the 2n of them. A model of two inputs (images and texts) returns a tuple of two embeddings (n, d) instead. With
-    `within_views` the other samples of the same view are candidates too, as SimCLR's NT-Xent has it (Chen et al. 2020); without,
-    only those of the other view, as CLIP has it (Radford et al. 2021). The loss is the mean over samples and both directions.
-    A learned `temperature` begins at FIRST and stays above LOWEST, as CLIP's; it is the model's parameter `logit_scale`.
+    the 2n of them. A model of two inputs (images and texts) returns a tuple of two embeddings (n, d) instead. With `within_views`
+    the other samples of the same view are candidates too, as in SimCLR's NT-Xent (Chen et al. 2020); without, only the other
+    view's samples, as in CLIP (Radford et al. 2021). The loss is the mean over samples and both directions. A learned
+    `temperature` begins at FIRST and stays above LOWEST, as CLIP's; it is the model's parameter `logit_scale`.
     """
 
     changes = "draws two views of a sample together, and other samples apart"
@@ -276,11 +276,11 @@ class Contrastive(ComparingLoss):
 
 
 class Siglip(Contrastive):
-    """Sigmoid loss of pairs (Zhai et al. 2023, SigLIP): each first view with each second one is a yes or a no by itself.
+    """Sigmoid loss of pairs (Zhai et al. 2023, SigLIP): each pair of a first and a second view is a separate yes or no.
 
-    Inputs and outputs are those of `Contrastive`, between views. A logit is similarity × scale + bias. Both are weights of the
-    model, as transformers' SiglipModel has them: `logit_scale`, a logarithm, begins at log 10, and `logit_bias` at -10. The sum
-    over all pairs is divided by the number of samples.
+    Inputs and outputs are as in `Contrastive`, between views. A logit is similarity × scale + bias. Both are weights of the
+    model, as in transformers' SiglipModel: `logit_scale`, a logarithm, begins at log 10, and `logit_bias` at -10. The sum over
+    all pairs is divided by the number of samples.
     """
 
     changes = "decides for each pair of views separately whether it belongs to one sample"
@@ -337,8 +337,8 @@ class OfClasses(ComparingLoss):
 class Triplet(OfClasses):
     """Triplet loss with the hardest samples of the global batch (Hermans et al. 2017).
 
-    Each sample is to be closer to the farthest sample of its class than to the nearest of any other, by `margin`. Samples
-    without one of both do not count. Distances are Euclidean, between embeddings of length 1 if `normalize`.
+    Each sample is to be closer to the farthest sample of its class than to the nearest of any other, by `margin`. Samples that
+    lack either do not count. Distances are Euclidean, between embeddings of length 1 if `normalize`.
     """
 
     changes = "keeps other classes' samples farther away than the own class's, by a margin"

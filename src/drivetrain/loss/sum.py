@@ -28,7 +28,7 @@ class Sum(PartedLoss):
 
     @property
     def machine_local_keys(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the losses, below their names."""
+        """The losses' machine-local keys, below their names."""
         return tuple(f"{name}.{key}" for name, loss in self.losses.items() for key in loss.machine_local_keys)
 
     @property
@@ -49,7 +49,7 @@ class Sum(PartedLoss):
 
     @property
     def takes_whole(self) -> bool:  # type: ignore[override]
-        """True if one of the losses takes all that the model returns; the others then get the part."""
+        """True if one of the losses takes the model's whole return value; the others then get the part."""
         return any(loss.takes_whole for loss in self.losses.values())
 
     @property
@@ -61,7 +61,7 @@ class Sum(PartedLoss):
         losses = {name: loss.returned("resolve", loss.resolve(run)) for name, loss in self.losses.items()}
         main = next(iter(losses.values()))
         best = ("loss", min) if main.best[0] == "loss" else main.best
-        # Names that several parts report are of the first of them.
+        # A name that several parts report belongs to the first one.
         shown = {name: None for loss in losses.values() for name in loss.metrics if name != "loss"}
         return self.with_values(losses=losses, best=best, metrics=("loss", *(f"loss_{name}" for name in losses), *shown))
 
@@ -135,7 +135,7 @@ class Sum(PartedLoss):
         return output, torch.cat([loss.evaluate(self._giving(output, loss), batch, False)[1] for loss in self.losses.values()])
 
     def _giving(self, output: Tree, loss: Loss) -> Forward:
-        """A forward that returns what a loss takes of an output."""
+        """A forward that returns the part of an output that a loss takes."""
         taken = output if loss.takes_whole or not self.takes_whole else self._context.model_call.measured(output)
         return lambda _: taken
 

@@ -1,8 +1,8 @@
-# long: what the groups know of each other is read side by side
+# long: the groups' facts about each other are read side by side
 """The facts about an option of each config group that the other groups may read: groups do not import each other.
 
-The base class of a group derives from its class here, so that what follows is said once. Methods that are abstract here are
-those of the base class.
+The base class of a group derives from its class here, so that each fact is declared once. The base class implements the abstract
+methods.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Better = Callable[[float, float], float]  # min or max: returns the better of tw
 
 
 class Adapter:
-    """Trains corrections of weights in their place."""
+    """Trains corrections of weights instead of the weights."""
 
     active = False
     true_gradient = True  # whether its backward is the derivative of its forward
-    lr_ratio: float = 1.0  # of the learning rate of factors that begin at 0 (FACTOR of core/step/low_rank.py)
+    lr_ratio: float = 1.0  # factor of the learning rate for parameters that begin at 0 (FACTOR of core/step/low_rank.py)
 
     def frozen(self, model: torch.nn.Module) -> list[str]:
         """Return the names of the model's parameters that do not train because of the adapters."""
@@ -59,28 +59,28 @@ class Batch:
     preallocate: bool
     untried: str
     needs_trial: ClassVar[bool]
-    memory_gb: float | None = None  # limit of the memory by which a size is chosen
-    found: JsonMapping | None  # what the size was chosen by, where it was measured
+    memory_gb: float | None = None  # limit of the memory for choosing a size
+    found: JsonMapping | None  # the measurement behind the size, if there was one
     order: Order  # of the training samples
-    lengths: torch.Tensor | None  # (n,) the tokens of each training sample, where samples are sequences
+    lengths: torch.Tensor | None  # (n,) the tokens of each training sample, for sequences
     weighs_by_length: bool  # micro-batches are weighted by their tokens; else by their samples
 
     @property
     @abstractmethod
     def differs_by_stage(self) -> bool:
-        """True if the stages of the run have updates of other sizes, so that each of them is made of whole epochs."""
+        """True if the stages of the run have updates of different sizes, so that each has whole epochs."""
 
     @abstractmethod
     def of_stages(self, stages: Sequence[tuple[int, Self]]) -> Self:
-        """Return this option where each stage of the run has the sizes of its own batch, from the epoch of its start on."""
+        """Return this option with the sizes of each stage's batch, from the epoch of its start on."""
 
     @abstractmethod
     def sizes(self) -> tuple[object, ...]:
-        """Return the settings that decide how many samples each update has."""
+        """Return the settings that decide the samples of each update."""
 
     @abstractmethod
     def stretches(self, epochs: int) -> list[range]:
-        """Return the epochs of a run, those with updates of one size together."""
+        """Return the epochs of a run, grouped by the size of their updates."""
 
     @abstractmethod
     def total_updates(self, samples: int, epochs: int, drop_last: bool) -> int:
@@ -116,11 +116,11 @@ class Checkpointing:
 
     active = False
     chosen_by_compiler = False
-    keeps_on_host = False  # what the backward needs
-    asks_for_each_operation = False  # in Python, whether to keep its result
-    memory_gb: float | None = None  # limit by which a forecast chooses what to recompute, before the run starts
+    keeps_on_host = False  # the tensors for the backward
+    asks_for_each_operation = False  # in Python, to decide whether to keep its result
+    memory_gb: float | None = None  # limit for a forecast that chooses the recomputed blocks before the run starts
     budget = 1.0  # share of the activations that the compiler keeps
-    found: JsonMapping | None  # what was forecast and chosen
+    found: JsonMapping | None  # the forecast and the choice
 
 
 class Clip:
@@ -145,11 +145,11 @@ class Compile:
 
 
 class Data:
-    """Gives the samples."""
+    """The samples."""
 
     drop_last: bool
     order: Sampling
-    targets: TargetKind | None  # what a sample's target is; None where only the user knows
+    targets: TargetKind | None  # a sample's kind of target; None: only the user knows
     # Inputs are sequences of tokens, which may differ in length; None where only the user knows.
     tokens: bool | None
     max_value: ClassVar[float | None] = 255.0  # the largest value of an input; None where there is no bound
@@ -161,21 +161,21 @@ class Data:
     byte_tokens = True  # a token is a byte: losses are also in bits per byte
     may_differ_in_length = False  # samples may be sequences of several lengths, other than tokens
     reads_up_to: int | None = None  # tokens of each sample, in a stage that shortens them
-    views = 1  # how many views the augmentation makes of each sample
+    views = 1  # the augmented views of each sample
     reads_rows = False  # `read_inputs` reads any file, and lines: they are tables
-    text_remedy = ""  # what makes its samples sequences of tokens, for messages
+    text_remedy = ""  # the settings that make its samples sequences of tokens, for messages
 
     @abstractmethod
     def with_values(self, **values: object) -> Self:
-        """Return a copy with other values of settings, or of what follows from them."""
+        """Return a copy with other values of settings, or of attributes that follow from them."""
 
     @abstractmethod
     def judging_sets(self) -> Sequence[str]:
-        """Return the names of the sets that models are selected by; one alone is \"\"."""
+        """Return the names of the sets that select models; a single one is \"\"."""
 
     @abstractmethod
     def order_of(self, source: Source, run: Any) -> Order:
-        """Return the order in which the samples of the training set come in a run. Raises UserError."""
+        """Return the order of the training samples in a run. Raises UserError."""
 
     @abstractmethod
     def train_samples(self) -> int | None:
@@ -191,7 +191,7 @@ class Data:
 
 
 class Debug:
-    """Looks for faults of a run."""
+    """Looks for faults in a run."""
 
     updates: int | None = None  # stop after this many updates
     eval_batches: int | None = None  # evaluate at most this many batches
@@ -227,8 +227,8 @@ class Loss:
     evaluated_together = 1  # samples that an evaluation keeps in one batch, in their order
     runs_model = False  # it calls the model itself, as often as it likes
     takes_trees = False  # outputs and targets may be trees of tensors
-    takes_whole = False  # it gets all that the model returns, whatever part is named for metrics and predictions
-    masks_tokens = False  # some tokens are hidden from the model, which gives what they were
+    takes_whole = False  # it gets the model's whole return value, even if a part is named for metrics and predictions
+    masks_tokens = False  # some tokens are hidden from the model, which predicts them
 
     def outputs(self, classes: int) -> int:
         """Return the number of outputs that the model needs for data with `classes` classes, labels or values."""
@@ -243,7 +243,7 @@ class Loss:
         return {}
 
     def keeps(self) -> dict[str, object]:
-        """Return by name what a user brought, once it is set up: its state is saved."""
+        """Return the user's objects by name, once they are set up: their state is saved."""
         return {}
 
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
@@ -273,8 +273,8 @@ class Model:
     generates: ClassVar[bool | None] = False  # whether it has a method `generate`, which writes answers; None: not known
     may_be_transformer: ClassVar[bool] = False
     may_convolve: ClassVar[bool] = True  # whether it may have convolutions, whose memory layout matters
-    packs: ClassVar[bool] = False  # whether it keeps texts apart that share a row, by position ids that begin anew
-    packs_in_one_row = False  # whether it does so in a batch of one row alone
+    packs: ClassVar[bool] = False  # whether it separates texts in one row, by position ids that begin anew
+    packs_in_one_row = False  # whether it does so only in a batch of one row
 
     @property
     def has_tokenizer(self) -> bool:
@@ -284,20 +284,20 @@ class Model:
     @property
     @abstractmethod
     def given_weights(self) -> bool:
-        """True if training starts from weights that are given, not from random ones."""
+        """True if training starts from given weights, not from random ones."""
 
 
 class Optimizer:
-    """Makes an update of gradients."""
+    """Computes updates from gradients."""
 
     lr: float
     weight_decay: float
     final_weight_decay: float | None
-    states: ClassVar[int] = 0  # tensors that it keeps for each parameter, of its size, at the least
-    elementwise: ClassVar[bool] = False  # whether an element's update needs only that element's gradient, so that shards do
-    decays_by_lr: ClassVar[bool] = False  # whether an update takes lr × weight_decay of each weight away, but for a constant
-    by_norms: ClassVar[bool] = False  # whether all else that it needs are norms of whole parameters (LayerwiseOptimizer)
-    by_parameter: ClassVar[bool] = False  # whether a parameter's update needs only that parameter's gradient, but all of it
+    states: ClassVar[int] = 0  # least number of state tensors for each parameter, of its size
+    elementwise: ClassVar[bool] = False  # whether an element's update needs only that element's gradient, so that shards suffice
+    decays_by_lr: ClassVar[bool] = False  # whether an update decays each weight by lr × weight_decay, up to a constant factor
+    by_norms: ClassVar[bool] = False  # whether its only further need is norms of whole parameters (LayerwiseOptimizer)
+    by_parameter: ClassVar[bool] = False  # whether a parameter's update needs that parameter's whole gradient, and no other
     for_whole_weights: ClassVar[bool] = False  # whether its updates are made for whole weights, not for thin factors of them
     takes_closure: ClassVar[bool] = False  # whether it runs an update's micro-batches itself, several times
 
@@ -307,14 +307,14 @@ class Parallel:
 
     world = World()  # this process among all ranks
     data_world = World()  # this process among the data-parallel ranks; ranks that split the model get the same samples
-    data_group: Any = None  # the process group of the data-parallel ranks; None: that of all ranks
+    data_group: Any = None  # the process group of the data-parallel ranks; None: the group of all ranks
     nnodes = 1  # machines
     lockstep_evaluation = False  # a forward needs all ranks, also in evaluation
     distributed = False  # needs a process group, also with one rank
     one_process = True  # on one device
-    reduces_in_graph = True  # a step that is recorded as one graph can hold all that its ranks exchange
-    shard_optimizer = False  # each weight is updated by one of the ranks that all have it whole
-    whole_model = True  # a device keeps all parameters, with their gradients and what the optimizer keeps for each
+    reduces_in_graph = True  # a step recorded as one graph can hold all communication of its ranks
+    shard_optimizer = False  # ranks hold all weights whole, and each weight is updated by one rank
+    whole_model = True  # a device keeps all parameters, with their gradients and optimizer state
     thread_per_device = False
     calls_parts = True  # parts of the model may be called outside of its forward
     own_forward = True  # each rank runs the forward of the whole model
@@ -334,7 +334,7 @@ class Parallel:
 
     @abstractmethod
     def divided(self, kind: str, name: str, tensor: torch.Tensor) -> Any:
-        """Return a tensor that belongs to the weight `name` as this rank's parts of it (saving/content.py)."""
+        """Return this rank's parts of a tensor that belongs to the weight `name` (saving/content.py)."""
 
     def evaluation_context(self) -> AbstractContextManager[object]:
         """Return the context for evaluation: no gradients."""
@@ -349,7 +349,7 @@ class Parallel:
         return model
 
     def whole_parameters(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """A context, within that of `plain_parameters`, in which they are whole, for an optimizer that needs that."""
+        """A context within `plain_parameters` in which parameters are whole, for an optimizer that needs it."""
         return nullcontext()
 
     def own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -357,7 +357,7 @@ class Parallel:
         return tensor
 
     def stands_for(self, copy: torch.Tensor, parameter: torch.Tensor) -> None:
-        """Note that the optimizer has a copy of a parameter in its place."""
+        """Note that the optimizer has a copy instead of a parameter."""
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Return the norm of the whole model's gradients, 0-d; `parameters` are the optimizer's, or the model's."""
@@ -384,7 +384,7 @@ class Parallel:
         return found
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
-        """Broadcast rank 0's buffers, so that all ranks evaluate the model that is saved."""
+        """Broadcast rank 0's buffers, so that all ranks evaluate the saved model."""
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give all ranks rank 0's values of these tensors, in place."""
@@ -409,11 +409,11 @@ class Parallel:
         return model.state_dict(), state
 
     def with_states_of_all(self, state: StateDict) -> StateDict:
-        """Return, on rank 0, the state with the optimizer's of all ranks, where ranks have the state of other weights."""
+        """Return, on rank 0, the state with the optimizer state of all ranks, where each has the state of other weights."""
         return state
 
     def empty_shard(self, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an empty tensor into which this rank's parts of one of this shape are read; a meta tensor, where it has none."""
+        """Return an empty tensor for reading this rank's parts of a tensor of this shape; a meta tensor if it has none."""
         return torch.empty(shape, dtype=dtype)
 
     def saving_group(self) -> torch.distributed.ProcessGroup | None:
@@ -424,13 +424,13 @@ class Parallel:
 class Precision:
     """The number formats of a step."""
 
-    dtype: str | None = None  # that autocast computes in
+    dtype: str | None = None  # of autocast
     full_float32 = True  # every tensor is float32
     scales_loss = False  # an overflow skips the update
     owns_weights = False  # keeps its own copies of the weights
     divides_weights = False  # can keep copies of a rank's parts of the weights
     replaces_linears = False  # replaces Linear layers by its own
-    matmul: str = ""  # what torch.set_float32_matmul_precision is set to; "": nothing
+    matmul: str = ""  # the value for torch.set_float32_matmul_precision; "": it is not set
     cudnn = False  # convolutions round their inputs to TensorFloat-32
     frees_weights = False  # frees these copies between updates
 
@@ -453,7 +453,7 @@ class Runtime:
     device: str
     seed: int
     cudnn_benchmark: bool
-    found: JsonMapping | None  # what the threads were chosen by, where trials chose them
+    found: JsonMapping | None  # the trials behind the number of threads, if there were any
     zero_grad: Literal["none", "memset"]
 
     @abstractmethod
@@ -466,10 +466,10 @@ class Runtime:
 
 
 class Saving:
-    """Says when checkpoints are written."""
+    """Decides when checkpoints are written."""
 
     active = False
-    every_updates: int | None = None  # between two checkpoints, where the user says so
+    every_updates: int | None = None  # between two checkpoints, if the user sets it
     best = False  # keeps the checkpoints of the best evaluations
     sharded = False
 
@@ -477,7 +477,7 @@ class Saving:
 class Scheduler:
     """Sets the learning rate."""
 
-    follows_evaluations = False  # it needs no length of the run: the metrics of evaluations set its pace
+    follows_evaluations = False  # it does not need the run's length: the evaluations' metrics set its pace
 
     @property
     @abstractmethod
@@ -487,15 +487,15 @@ class Scheduler:
 
 @dataclass(kw_only=True)
 class Splits:
-    """The loaded data: its samples, and what a model must know of them."""
+    """The loaded data: its samples, and the facts that a model needs."""
 
     train: Source
     shape: Any  # of one input, tuple[int, ...]; where inputs are a tree, the same tree of their shapes
     classes: int  # of the model's outputs: classes, labels or values
     names: Sequence[str] | None = None  # of the classes, where they have names
     vocabulary: int | None = None  # of the inputs, where they are tokens; None: that of the outputs
-    mask_token: int | None = None  # that hides a token from the model, where its own tokenizer has one
-    pad_token: int | None = None  # that texts are padded with, where their tokens are those of the model's own tokenizer
+    mask_token: int | None = None  # that hides a token from the model, if the model's tokenizer has one
+    pad_token: int | None = None  # that pads texts with the tokens of the model's own tokenizer
     token_bytes: torch.Tensor | None = None  # (vocabulary,) the bytes of text of each target token; None: a token is a byte
 
     @abstractmethod
@@ -510,12 +510,12 @@ class Stop:
 class Surgery:
     """One edit of the model."""
 
-    memory_format: str | None = None  # name of the torch.memory_format that the edited model wants its inputs in
+    memory_format: str | None = None  # name of the torch.memory_format for the edited model's inputs
     ranks_meet_in_forward = False  # the edited forward waits for the other ranks
 
 
 class Task:
-    """The problem that is posed."""
+    """The problem to learn."""
 
-    targets: ClassVar[tuple[TargetKind, ...]] = ()  # what the samples' targets must be; (): any
+    targets: ClassVar[tuple[TargetKind, ...]] = ()  # the allowed kinds of targets; (): any
     writes_answers: ClassVar[bool] = False  # whether a finished run writes answers to prompts

@@ -1,4 +1,4 @@
-"""The parts of a network, by names: what reads the inputs and gives the outputs, the matrices between, and its author's modes."""
+"""The parts of a network by name: its input and output layers, the matrices between them, and modules its author froze."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.step.trees import Tree, leaves
 
 TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")  # the linear layer of GPT-2
-HEADS = ("head", "heads", "lm_head", "classifier", "score")  # usual names of what gives the outputs, in networks of no library
+HEADS = ("head", "heads", "lm_head", "classifier", "score")  # usual names of the output layers, in networks of no library
 
 
 class Matrix(NamedTuple):
-    """The form of a parameter of two or more dimensions that a layer multiplies with."""
+    """The form of a parameter of two or more dimensions that is a layer's factor."""
 
     stacked: bool = False  # (n, rows, columns): a matrix for each expert
-    transposed: bool = False  # (inputs, outputs), against torch's own order
+    transposed: bool = False  # (inputs, outputs), unlike torch's own order
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class Architecture:
     The heads are known from timm and transformers, or by their usual names; else the last layer of the model is the head.
     """
 
-    heads: Sequence[str]  # modules: what a new task replaces
-    outputs: Sequence[str]  # layers: of each head the last, which gives the outputs
+    heads: Sequence[str]  # modules that a new task replaces
+    outputs: Sequence[str]  # the last layer of each head, which gives the outputs
     of_outputs: Collection[str]  # the parameters of these layers
     embeddings: Collection[str]  # the parameters of embeddings
     hidden: Mapping[str, Matrix]  # the matrices that neither read the inputs nor give the outputs, in the model's order
 
     @classmethod
     def of(cls, model: torch.nn.Module, inputs: Tree = (), among: Collection[str] | None = None) -> Self:
-        """Return the roles in a model whose forward takes such inputs; of these parameters alone where some are given.
+        """Return the roles in a model with such inputs; only of the parameters `among`, if they are given.
 
         The first layer reads the inputs, unless these are whole numbers and there is an embedding.
         """
@@ -80,7 +80,7 @@ def _matrix(module: torch.nn.Module, name: str, p: torch.Tensor) -> Matrix | Non
 
 
 def _known_heads(model: torch.nn.Module) -> Sequence[str]:
-    """The modules that give the outputs: of timm its own, of transformers all but its body, else those of the usual names."""
+    """The modules that give the outputs: timm's own, for transformers all but the body, else the modules with the usual names."""
     names = {id(module): name for name, module in model.named_modules()}
     if hasattr(model, body := getattr(model, "base_model_prefix", "") or "?"):
         return [name for name, module in model.named_children() if name != body and any(True for _ in module.parameters())]
@@ -93,7 +93,7 @@ def _known_heads(model: torch.nn.Module) -> Sequence[str]:
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Return the further names of parameters that have several, each with the first one."""
+    """Return the further names of shared parameters, each with its first name."""
     first = {id(p): name for name, p in model.named_parameters()}
     return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name}
 
@@ -108,7 +108,7 @@ def sparse_parameters(model: torch.nn.Module) -> dict[int, str]:
 def resting(model: torch.nn.Module) -> list[str]:
     """Return the outermost modules of a model in training that its author has put into evaluation mode and frozen.
 
-    Those that train are not among them: what `from_pretrained` of transformers returns is in evaluation mode too.
+    Modules that train are not included, because `from_pretrained` of transformers also returns models in evaluation mode.
     """
     modes = {name: module for name, module in model.named_modules() if model.training and not module.training}
     outermost = [n for n in modes if not any(n.startswith(f"{other}.") for other in modes)]
