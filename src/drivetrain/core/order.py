@@ -1,7 +1,7 @@
 """The order of samples in training: a pure function of (seed, epoch), so that a resume is an offset.
 
-An order gives the numbers of samples. A sample that repeats in an epoch has its own number there, from which its draws
-and its augmentation follow: its index, plus AGAIN for each time before.
+An order gives the numbers of samples. A sample that repeats in an epoch has its own number there, which decides its draws and its
+augmentation: its index, plus AGAIN for each earlier time.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.step import rng
 
-# The order of the training samples. A number: each comes so many times in a row, up to as many as there are samples.
+# The order of the training samples. A number: each sample repeats that many times in a row, up to the number of samples.
 Sampling = Literal["shuffled", "sequential", "balanced", "weighted", "repeated", "own"] | Annotated[int, Ge(2), Le(100)]
-REPEATS = 3  # times in a row, of repeated augmentation as DeiT has it
+REPEATS = 3  # times in a row, of repeated augmentation as in DeiT
 AGAIN = 1 << 40
-DRAWN = 13  # of the random numbers that samples are drawn by
+DRAWN = 13  # of the random numbers that draw samples
 
-WHOLE = 10_000_000  # samples of the largest shuffled order that is drawn as one tensor; a larger one is computed in blocks
-BLOCK = 65_536  # positions of a block: 50 ns each, where 128 positions at a time take 3 µs each
-AHEAD = 4_096  # parts of an order that are computed together, at most
+WHOLE = 10_000_000  # samples of the largest shuffled order drawn as one tensor; a larger one is computed in blocks
+BLOCK = 65_536  # positions of a block: 50 ns each, against 3 µs each for blocks of 128
+AHEAD = 4_096  # most parts of an order computed together
 
 Indices = Callable[[int, int], "torch.Tensor"]  # (seed, epoch) → (n,)
 Bounds = tuple[int, int]  # the positions of a part of an epoch's order: the first one, and the end
@@ -35,19 +35,22 @@ Reader = Callable[[Iterable[Bounds]], Iterator["torch.Tensor"]]  # the numbers o
 
 @dataclass(frozen=True)
 class Order:
-    """The order of samples in each epoch, which has always as many. With `at`, a part of it is computed alone."""
+    """The order of samples in each epoch; all epochs have the same length. With `at`, parts can be computed separately."""
 
     length: int
     indices: Indices
-    repeats: bool = False  # whether a sample may come several times
+    repeats: bool = False  # whether a sample may repeat
     at: At | None = None
 
     def reader(self, seed: int, epoch: int) -> Reader:
-        """Return what reads parts of an epoch's order. Raises UserError as a call does."""
+        """Return the function that reads parts of an epoch's order. Raises UserError like a call."""
         return slices_of(self(seed, epoch)) if self.at is None else partial(_in_blocks, partial(self.at, seed, epoch))
 
     def __call__(self, seed: int, epoch: int) -> torch.Tensor:
-        """Return the numbers (length,) of an epoch's samples. Raises UserError where they are not as many as in the first."""
+        """Return the numbers (length,) of an epoch's samples.
+
+        Raises UserError where their number differs from the first epoch's.
+        """
         found = self.indices(seed, epoch)
         if len(found) != self.length:
             raise UserError(
@@ -60,7 +63,7 @@ class Order:
 
 
 def checked(order: Callable[[int, int], object], samples: int, setting: str, seed: int, epoch: int) -> torch.Tensor:
-    """Return the indices that the order of a user's code gives. Raises UserError where they are none."""
+    """Return the indices in the order of a user's code. Raises UserError for anything else."""
     try:
         found = torch.as_tensor(order(seed, epoch))
     except (TypeError, ValueError, RuntimeError) as error:
@@ -81,14 +84,14 @@ def numbered(indices: torch.Tensor) -> torch.Tensor:
     """Return sample indices, with repeats."""
     by_index = indices.argsort(stable=True)
     counts = indices.bincount()
-    first = (counts.cumsum(0) - counts).repeat_interleave(counts)  # where the run of a sample begins
+    first = (counts.cumsum(0) - counts).repeat_interleave(counts)  # the start of a sample's repeats
     times = torch.empty_like(indices)
     times[by_index] = torch.arange(len(indices)) - first
     return indices + times * AGAIN
 
 
 def sequential(samples: int) -> Order:
-    """The samples as they are."""
+    """The samples in the data's order."""
     return Order(samples, lambda seed, epoch: torch.arange(samples), at=lambda seed, epoch, positions: positions)
 
 
@@ -113,7 +116,7 @@ def balanced(labels: torch.Tensor) -> Order:
 
 
 def shuffled(samples: int, times: int = 1) -> Order:
-    """A random permutation in which each sample comes so many times in a row, up to as many as there are samples."""
+    """A random permutation in which each sample repeats `times` times in a row, up to the number of samples."""
     if samples > WHOLE:
         return _keyed(samples, times)
 

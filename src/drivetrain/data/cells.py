@@ -1,4 +1,4 @@
-"""The cells of a table's columns: numbers, or words by their codes, with the lines that they come from."""
+"""The cells of a table's columns: numbers, or words by their codes, with their lines in the file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drivetrain.data.base import hash_of
 
 
 class Words:
-    """A column of texts: its distinct words, and for each row the number of its word; -1 where there is none."""
+    """A column of texts: its distinct words, and for each row the number of its word; -1 without one."""
 
     def __init__(self, codes: np.ndarray, words: pa.StringArray | list[str]) -> None:
         self.codes, self._words = codes, words
@@ -36,7 +36,7 @@ class Words:
 
     @classmethod
     def each(cls, texts: Iterable[str]) -> Words:
-        """Return texts as they are."""
+        """Return texts unchanged."""
         numbers: dict[str, int] = {}
         return cls(np.array([numbers.setdefault(text, len(numbers)) for text in texts], np.int32), list(numbers))
 
@@ -62,22 +62,22 @@ Block = tuple[Sequence[str], Callable[[slice], "Cells"]]
 
 
 class Places(NamedTuple):
-    """The places of a table's rows, for messages: the file, and their lines there, or their numbers where it has none."""
+    """The places of a table's rows, for messages: the file, and their lines or, without lines, their numbers."""
 
     source: str
     numbers: np.ndarray  # (n,)
     are_lines: bool
 
     def __call__(self, row: int) -> str:
-        """Return where a row stands."""
+        """Return the place of a row."""
         number = int(self.numbers[row])
         return f"{self.source}:{number}" if self.are_lines else f"{self.source}, row {number + 1}"
 
 
 class Cells:
-    """Columns of a table: float64 (n,), NaN where a number is missing, parts of dates (n, k), or words; and where rows stand.
+    """Columns of a table: float64 (n,), NaN where a number is missing, parts of dates (n, k), or words; and the places of rows.
 
-    `numbers` (n,) are those of the rows in the table that was read, from 0, whose lines `lines` gives.
+    `numbers` (n,) are the rows' numbers in the table as read, from 0; `lines` has their lines.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Cells:
         return len(next(iter(self.columns.values())))
 
     def __getitem__(self, rows: slice | np.ndarray) -> Cells:
-        """Return some rows: a slice, or where a mask is true."""
+        """Return some rows, by a slice or a mask."""
         columns = {name: values[rows] for name, values in self.columns.items()}
         keys = None if self._keys is None else self._keys[rows]
         return Cells(columns, self.source, self.lines, self.numbers[rows], keys)
@@ -102,25 +102,25 @@ class Cells:
         return self[indices.numpy()]
 
     def place(self, row: int) -> str:
-        """Return where a row stands, for messages: its file and line."""
+        """Return the place of a row, for messages: its file and line."""
         return self[row : row + 1].places()(0)
 
     def these(self, wrong: np.ndarray) -> str:
-        """Return where the rows of a mask stand, for messages: at most MOST_TOLD, and how many more."""
+        """Return the places of a mask's rows, for messages: at most MOST_TOLD, and the number of the others."""
         first, *others = wrong.nonzero()[0][:MOST_TOLD].tolist()
         lines = [re.split(r":|, row ", self.place(row))[-1] for row in others]
         left = int(wrong.sum()) - 1 - len(others)
         return ", ".join([self.place(first), *lines]) + (f" and {left:,} more" if left else "")
 
     def places(self) -> Places:
-        """Return where the rows stand."""
+        """Return the places of the rows."""
         if self.lines is not None:
-            with suppress(DataError):  # of quotes that Arrow takes otherwise
+            with suppress(DataError):  # quotes that Arrow reads differently
                 return Places(self.source, self.lines(self.numbers), True)
         return Places(self.source, self.numbers, False)
 
     def keys(self) -> np.ndarray:
-        """Return a number (n,) uint64 for each row by its content, in whichever order its columns and rows stand."""
+        """Return a number (n,) uint64 for each row by its content, in any order of columns and rows."""
         if self._keys is not None:
             return self._keys
         total = np.zeros(len(self), np.uint64)
@@ -135,7 +135,7 @@ class Cells:
         return self._keys
 
     def fractions(self) -> np.ndarray:
-        """Return a number in [0, 1) for each row, a hash of its content: the same one when rows are added or moved."""
+        """Return a number in [0, 1) for each row, a hash of its content, independent of added or moved rows."""
         return np.asarray((self.keys() >> 11) / 2**53)
 
 
@@ -147,20 +147,20 @@ def _mixed(bits: np.ndarray) -> np.ndarray:
 
 
 def absent(values: np.ndarray | Words) -> np.ndarray:
-    """Return where values are missing, bool (n,)."""
+    """Return which values are missing, bool (n,)."""
     missing: np.ndarray = values.codes < 0 if isinstance(values, Words) else np.isnan(values.reshape(len(values), -1)[:, 0])
     return missing
 
 
 def strings(texts: Collection[str]) -> pa.StringArray:
-    """Return texts as an array. `pyarrow.array` would import pandas where it is installed."""
+    """Return texts as an array. `pyarrow.array` would import pandas if it is installed."""
     encoded = [text.encode(errors="surrogatepass") for text in texts]
     ends = np.cumsum([0, *map(len, encoded)]).astype(np.int32)
     return pa.StringArray.from_buffers(len(encoded), pa.py_buffer(ends), pa.py_buffer(b"".join(encoded)))
 
 
 def numbers_of(array: pa.Array) -> np.ndarray:
-    """Return an array's numbers or truths, whatever they are where one is missing. `to_numpy` would import pandas."""
+    """Return an array's numbers or truths, arbitrary for missing ones. `to_numpy` would import pandas."""
     if pa.types.is_boolean(array.type):
         return _bits(array, 1)
     values: Any = {64: {True: np.float64, False: np.int64}, 32: {False: np.int32}}

@@ -25,7 +25,7 @@ from drivetrain.data.draws import MapStyle, Reader, keys
 
 logger = logging.getLogger(__name__)
 
-IMAGES = ("image", "images", "pixel_values", "x")  # the keys of a dict sample that images are looked for under
+IMAGES = ("image", "images", "pixel_values", "x")  # the keys of a dict sample that may hold images
 
 
 @dataclass(kw_only=True, eq=False)
@@ -106,7 +106,7 @@ class OwnDataset(Data):
         return given if all(isinstance(each, Mapping) for each in given.values()) else {}
 
     def _given(self, split: str) -> Mapping[str, object]:
-        """Return the arguments of the sets of a split by their names; {} where it is a share of the training set, or none."""
+        """Return the arguments of a split's sets by name; {} for a share of the training set, or none."""
         given = self.test if split == "test" else self.validation
         is_set = split == "test" or isinstance(given, str | Mapping)
         return self.several(split) or ({"": given} if is_set else {})
@@ -141,7 +141,7 @@ class OwnDataset(Data):
         takes = inspect.signature(target).parameters
         if "split" in takes:
             return {"split": split}
-        if "train" in takes:  # as torchvision's
+        if "train" in takes:  # as in torchvision
             return {"train": split == "train"}
         raise UserError(
             f"data.target={self.target} takes neither split nor train: give the arguments of each set in data.train and "
@@ -149,7 +149,7 @@ class OwnDataset(Data):
         )
 
     def _sources(self, train: MapStyle, *others: MapStyle) -> list[OwnSource]:
-        """Return the sets as sources whose samples are stacked, padded, or put together by the user's function."""
+        """Return the sets as sources; samples are stacked, padded, or batched by the user's function."""
         setting = f"data.target={self.target}"
         if self.collate:
             together = self._together()
@@ -162,14 +162,14 @@ class OwnDataset(Data):
         return [OwnSource(each, setting, pad, n) for each, n in zip((train, *others), (lengths, *measured), strict=True)]
 
     def _together(self) -> OwnCollate | Stack:
-        """Return what makes a batch of samples that are not padded."""
+        """Return the function that makes a batch of unpadded samples."""
         if not self.collate:
             return Stack(self.target_key)
         named = f"data.collate={self.collate}"
         return OwnCollate(user_code.load(named, self.collate), named, self.target_key)
 
     def _example(self, source: OwnSource) -> tuple[Tree, str | None]:
-        """Return the inputs of two samples, the longest where they have lengths, and the key of the images in them."""
+        """Return the inputs of two samples, the longest if they have lengths, and the key of their images."""
         lengths = source.lengths if source.lengths is not None else torch.zeros(len(source))
         two = torch.stack([lengths.argmax()] * 2) if lengths.any() else torch.tensor([0, min(1, len(source) - 1)])
         x, y = source.fetch(two)
@@ -184,7 +184,7 @@ class OwnDataset(Data):
         return x, next(iter(images), None)
 
     def _outputs(self, source: OwnSource) -> int:
-        """Return how many outputs the targets want, where no class is named. Raises UserError, with what to set."""
+        """Return the number of outputs for the targets, without class names. Raises UserError with the setting to change."""
         if self.targets in (None, "class") and (labels := source.labels()) is not None:
             logger.info("data.classes=%d, as the `targets` of data.target=%s have it", int(labels.max()) + 1, self.target)
             return int(labels.max()) + 1
@@ -217,7 +217,7 @@ class OwnDataset(Data):
         )
 
     def _log_target(self, dataset: object, example: Tree) -> None:
-        """Log which key of a sample was taken for its target, where none is named."""
+        """Log the key taken as a sample's target, if none is set."""
         if (
             self.target_key is None
             and not self.collate
@@ -244,7 +244,7 @@ class OwnSource(Source):
         return len(self.dataset)
 
     def weights(self) -> torch.Tensor | None:
-        """Return the Dataset's `weights` (n,), where it has some."""
+        """Return the Dataset's `weights` (n,), if it has them."""
         if (weights := getattr(self.dataset, "weights", None)) is None:
             return None
         if len(weights) != len(self):
@@ -255,7 +255,7 @@ class OwnSource(Source):
             raise UserError(f"the `weights` of {self.setting} are no numbers (n,): {error}") from None
 
     def labels(self) -> torch.Tensor | None:
-        """Return the classes (n,) where the Dataset has them as `targets`, as torchvision's have."""
+        """Return the classes (n,) if the Dataset has them as `targets`, as in torchvision."""
         try:
             targets = torch.as_tensor(getattr(self.dataset, "targets", None))
         except (TypeError, ValueError, RuntimeError):
@@ -264,7 +264,10 @@ class OwnSource(Source):
         return targets if whole and targets.shape == (len(self),) else None
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1, draws: tuple[int, int] | None = (0, 0)) -> tuple[Tree, Tree]:
-        """Return the samples as a batch. What they draw follows from `draws`, a seed and an epoch; None: it is as it comes."""
+        """Return the samples as a batch.
+
+        Their random draws follow from `draws` (a seed and an epoch); None: they are not seeded.
+        """
         chosen = index_of(indices).tolist()
         try:
             if draws is None:
@@ -276,5 +279,5 @@ class OwnSource(Source):
 
 def is_map_style(dataset: object) -> TypeGuard[MapStyle]:
     """Return whether samples can be read by their numbers."""
-    streams = isinstance(dataset, torch.utils.data.IterableDataset)  # which inherits a __getitem__ that raises
+    streams = isinstance(dataset, torch.utils.data.IterableDataset)  # it inherits a __getitem__ that raises
     return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not streams

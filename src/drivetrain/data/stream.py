@@ -30,9 +30,9 @@ from drivetrain.data.own import OwnDataset, OwnSource, is_map_style
 
 logger = logging.getLogger(__name__)
 
-TOGETHER = 32  # samples that a worker reads before the next one's turn
-LOOKED_AT = 2**16  # samples from a stream's beginning; a look sees one of them
-STREAM = 14  # of the keys of what the samples of a stream draw
+TOGETHER = 32  # samples that a worker reads in its turn
+LOOKED_AT = 2**16  # samples from a stream's beginning that a look may read
+STREAM = 14  # of the keys of a stream's random draws
 
 
 @dataclass(kw_only=True, eq=False)
@@ -46,7 +46,7 @@ class OwnStream(OwnDataset):
 
     pad: bool = field(init=False, default=False)
     order: Sampling = field(init=False, default="sequential")  # its own
-    folds: None = field(init=False, default=None)  # as it has no numbers
+    folds: None = field(init=False, default=None)  # because it has no sample numbers
     fold: int = field(init=False, default=0)
     validation: Name | Arguments | None = None
     updates: Count = 1000
@@ -99,7 +99,7 @@ class OwnStream(OwnDataset):
             )
         try:
             inspect.signature(dataset.state_dict).bind()
-        except TypeError as error:  # of mosaicml-streaming
+        except TypeError as error:  # as with mosaicml-streaming
             raise UserError(
                 f"{setting} is a {type(dataset).__name__}, whose state_dict wants what its loader knows ({error}): let the "
                 "target return that loader for training, such as StreamingDataLoader"
@@ -115,7 +115,7 @@ class OwnStream(OwnDataset):
 
 
 def _has_shuffle_buffer(dataset: object) -> bool:
-    """Return whether a set of Hugging Face's shuffles its samples in a buffer."""
+    """Return whether a Hugging Face set shuffles its samples in a buffer."""
     waiting = [getattr(dataset, "_ex_iterable", None)]
     for each in waiting:
         if type(each).__name__ == "BufferShuffledExamplesIterable":
@@ -125,10 +125,10 @@ def _has_shuffle_buffer(dataset: object) -> bool:
 
 
 class StreamSource(Source):
-    """A stream as a source. Training takes its samples one after the other (`taken`); all else looks at another reading of it."""
+    """A stream as a source. Training takes its samples one after the other (`taken`); all other code reads a separate pass."""
 
     in_order = True
-    takes = False  # whether reads are those of training
+    takes = False  # whether training reads
 
     def __init__(self, reads: Reads, samples: int, dataset: Any) -> None:
         self.reads, self.samples, self.dataset = reads, samples, dataset
@@ -138,14 +138,14 @@ class StreamSource(Source):
         return self.samples
 
     def taken(self, world: World, seed: int, on_exit: ExitStack) -> StreamSource:
-        on_exit.callback(self.reads.park)  # its workers end with the run
+        on_exit.callback(self.reads.park)  # ends its workers with the run
         made = copy(self)
         made.takes, made.own_code = True, made
         self.reads.world, self.reads.seed = world, seed
         return made
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1, draws: tuple[int, int] | None = (0, 0)) -> tuple[Tree, Tree]:
-        """Return the next samples, where this is of training; else samples of these places."""
+        """Return the next samples for training; else the samples at these places."""
         if not self.takes or draws is None:
             return self.reads.look(indices.tolist())
         return self.reads.take((draws[1], int(indices[0])), len(indices))
@@ -160,7 +160,7 @@ class StreamSource(Source):
         return None
 
     def share(self, watch_torch: bool) -> None:
-        """No threads read it: it has a state."""
+        """Threads do not read it, because it has a state."""
 
     def suspected(self) -> bool:
         return False
@@ -174,21 +174,21 @@ class Reads:
         self.workers, self.by_samples = option.workers, option.split == "samples"
         self.setting = f"data.target={option.target}"
         self.world, self.seed = World(), 0
-        self._passes, self._served = 0, 0  # how often it has ended; samples that were taken of the batch
+        self._passes, self._served = 0, 0  # completed passes; samples taken from the batch
         self._loader: Any = None
         self._batches: Iterator[Any] = iter(())
         self._batch: tuple[Tree, Tree] | None = None
-        self._before: Any = None  # the state of the loader before the batch; None: at its beginning
+        self._before: Any = None  # the loader's state before the batch; None: at its beginning
         self._parked: Mapping[str, Any] | None = None  # the state to continue from, where nothing is open
-        self._last = (-1, -1)  # epoch and number of what was taken last
+        self._last = (-1, -1)  # epoch and number of the last sample taken
         self._looks: Iterator[tuple[Tree, Tree]] = iter(())
-        self._looked = LOOKED_AT  # samples that `_looks` has given
+        self._looked = LOOKED_AT  # samples that `_looks` has returned
 
     def __deepcopy__(self, memo: object) -> Reads:
         return self
 
     def take(self, place: tuple[int, int], count: int) -> tuple[Tree, Tree]:
-        """Return the next samples, for a place (epoch, number) in the run. Raises UserError where that was before."""
+        """Return the next samples, for a place (epoch, number) in the run. Raises UserError for an earlier place."""
         if place <= self._last:
             raise UserError(
                 f"{self.setting} is a stream, and cannot be read a second time within a run, as after memory has run out: set "
@@ -209,7 +209,7 @@ class Reads:
         return self._joined(parts)
 
     def look(self, places: Sequence[int]) -> tuple[Tree, Tree]:
-        """Return samples of these places in the stream, which is read anew for it."""
+        """Return the samples at these places, from a new reading of the stream."""
         parts = []
         with streams.apart():
             for place in (place % LOOKED_AT for place in places):
@@ -220,7 +220,7 @@ class Reads:
                     if self._looked > place:
                         parts.append(row)
                         break
-                else:  # it is shorter
+                else:  # the stream is shorter
                     if not self._looked:
                         raise self._empty()
                     self._looks, self._looked = self._each(), 0
@@ -244,7 +244,7 @@ class Reads:
         dataset = self.make()
         if callable(set_epoch := getattr(dataset, "set_epoch", None)):
             set_epoch(self._passes)
-        if isinstance(dataset, torch.utils.data.DataLoader):  # it batches, divides and keeps its state itself
+        if isinstance(dataset, torch.utils.data.DataLoader):  # a loader batches, divides and keeps its state itself
             return dataset, True
         divided = not self.by_samples
         if self.by_samples and type(dataset).__module__.partition(".")[0] == "datasets":
@@ -270,7 +270,7 @@ class Reads:
         self._before, self._served = before, 0
 
     def _read(self) -> None:
-        """Read the next batch. Raises DataError where there is none."""
+        """Read the next batch. Raises DataError if there is none."""
         if self._loader is None:
             self._begin()
         else:
@@ -308,14 +308,14 @@ class Reads:
         )
 
     def state_dict(self) -> dict[str, object]:
-        """Return where the reads are: the state before the batch, and how much of it was taken."""
+        """Return the position of the reads: the state before the batch, and the samples taken from it."""
         at = {"rank": self.world.rank, "ranks": self.world.size, "workers": self.workers}
-        if self._parked is not None:  # perhaps by what tried a sample before the ranks were known
+        if self._parked is not None:  # perhaps by a trial of a sample before the ranks were known
             return {**self._parked, **at}
         return {**at, "passes": self._passes, "before": self._before, "served": self._served}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a `state_dict()` was. Raises UserError where there are other ranks or workers now."""
+        """Continue where a `state_dict()` was. Raises UserError if the number of ranks or workers has changed."""
         for what, now in (("ranks", self.world.size), ("workers", self.workers)):
             if now != state[what]:
                 setting = "parallel.nproc" if what == "ranks" else "data.workers"

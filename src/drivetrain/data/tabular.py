@@ -28,9 +28,9 @@ from drivetrain.data.text import LabelledTexts, TextData, tell_cut
 from drivetrain.data.tokenizer import Documents, Tokenizer
 from drivetrain.data.untrusted import as_kept
 
-KEPT = "table.json"  # in the run's directory: how rows are read and become inputs
+KEPT = "table.json"  # in the run's directory: the reading and the encoding of rows
 TableKind = Literal["class", "values", "labels"]
-OneColumn = ColumnName | int  # those of arrays are numbered
+OneColumn = ColumnName | int  # columns of arrays have numbers
 # An input column, and after a colon its type; * means all others. `data.columns={zone: category}` is [zone:category,*].
 Typed = Annotated[str, Text(rf"(\w[^/\\:\x00-\x1f]{{0,99}}|\*)(:({'|'.join(TYPES)}))?", "a column's name, or name:type")] | int
 Missing = Sequence[Annotated[str, Text(r"[^\s\x00-\x1f]{0,20}", "a word without a space")] | int | float]
@@ -38,18 +38,16 @@ Delimiter = Annotated[str, Text(r"[^\w\r\n\"]", "one sign, such as ;")]
 
 
 def names_of(given: OneColumn | Sequence[OneColumn] | None) -> list[str]:
-    """Return the names of columns: of one, or of several."""
+    """Return the names of one or several columns."""
     return [] if given is None else [str(given)] if isinstance(given, str | int) else [str(name) for name in given]
 
 
 def form_of(delimiter: str | None, encoding: str | None, header: bool | None = None, na: Missing | None = None) -> Form:
-    """Return how a table is written, as the settings say it."""
+    """Return the format of a table by the settings."""
     return Form(delimiter, encoding, header, MISSING if na is None else ("", *(str(word).lower() for word in na)))
 
 
-Known = tuple[
-    TableSchema, TargetReader, "Tokenizer | None"
-]  # what encodes the rows of a table; a tokenizer where one text is read
+Known = tuple[TableSchema, TargetReader, "Tokenizer | None"]  # the encoder of a table's rows; a tokenizer for a single text
 
 
 class TabularData:

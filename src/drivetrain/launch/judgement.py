@@ -52,7 +52,7 @@ def against_baseline(result: Result, trainer: Trainer, context: RunContext) -> I
         for name in dict.fromkeys((evaluator.set, "test")):
             measured = replace(evaluator.on(name), forward=fitted, tables={}).metrics()
             result.metrics.setdefault(name, {})["baseline"] = measured
-    except Exception as error:  # the loss may want other outputs, and scikit-learn more memory
+    except Exception as error:  # the loss may need other outputs, and scikit-learn more memory
         logger.warning("data.baseline=true: it cannot be measured (%s: %s): set it to false", type(error).__name__, error)
         return
     base, ours = result.tested("baseline"), handed_on(result.tested("best") or result.tested())

@@ -1,4 +1,4 @@
-"""The files that are kept for this user on this machine, outside all runs: below $XDG_STATE_HOME, else ~/.local/state."""
+"""This user's files on this machine, outside all runs: below $XDG_STATE_HOME, else ~/.local/state."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def state_dir() -> Path:
 
 
 def keep_first(file: Path, content: bytes) -> None:
-    """Write a file of the folder at once, unless it is there: of several processes, the first one's content counts.
+    """Write a file of the folder at once, unless it exists: with several processes the first one's content counts.
 
-    Nothing is written where the folder cannot be.
+    If the folder cannot be written, nothing happens.
     """
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -35,9 +35,9 @@ def keep_first(file: Path, content: bytes) -> None:
 
 
 def measured_once(what: Sequence[object], measure: Callable[[], float]) -> float:
-    """Return the positive number that was measured first for `what` on this machine, or measure it now and keep it.
+    """Return the first positive number measured for `what` on this machine; measure and keep it if there is none.
 
-    Runs that choose by it choose alike, and so do the ranks of a run, and a resumed run.
+    So all runs, all ranks of a run and resumed runs choose alike.
     """
     file = state_dir() / "measured" / hashlib.sha256(repr(tuple(what)).encode()).hexdigest()[:32]
     if (kept := _number(file)) is not None:
@@ -49,7 +49,7 @@ def measured_once(what: Sequence[object], measure: Callable[[], float]) -> float
 
 
 def _number(file: Path) -> float | None:
-    """The number in a file; None where there is none. Anything else is removed, so that a number can take its place."""
+    """The number in a file; None without one. Any other content is removed, so that a number can replace it."""
     try:
         number = float(file.read_bytes()[:40])
     except OSError:
@@ -80,7 +80,7 @@ def sign(content: object) -> str | None:
 def is_own(content: object, signature: object) -> bool:
     """True if `sign(content)` gave this signature, for this user."""
     key = _read_key() if isinstance(signature, str) else None
-    # As bytes: `compare_digest` takes no text that is not ASCII.
+    # As bytes: `compare_digest` takes only ASCII text.
     given = str(signature).encode("utf-8", "surrogatepass")
     return key is not None and hmac.compare_digest(_signature(key, content).encode(), given)
 

@@ -1,4 +1,4 @@
-"""The kinds of targets that data gives, and that losses and metrics take."""
+"""The kinds of targets of data, and of losses and metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FITTING_LOSS: dict[TargetKind, str] = {  # named in messages
 
 
 def unsaid(name: str) -> str:
-    """Return the problem of a class, of a loss or a metric, that has no `takes`."""
+    """Return the problem of a loss's or metric's class without `takes`."""
     return f"{name} does not say what targets it can be computed from: give the class takes = (…), of {', '.join(DESCRIPTIONS)}"
 
 

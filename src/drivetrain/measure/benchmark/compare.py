@@ -1,10 +1,10 @@
 # long: table, page and record show the same measurement
 """`drivetrain compare` and `ablate`: techniques side by side, with intervals, and whether the result is still as good.
 
-For the run as it is, the start-up counts, and then as many updates as the run has. A start is what a process takes beyond its
-updates at their steady pace: building, compiling, starting readers and ranks, the first batch. Each round starts a process of
-each variant. The first one may find nothing in the caches that it fills, above all that of compiled kernels. The next run on
-this machine finds what the later rounds found, so these count, and the first start is reported next to them.
+The whole run has its start-up and its updates. A start is the time of a process beyond its updates at their steady pace:
+building, compiling, starting readers and ranks, the first batch. Each round starts a process of each variant. The first round may
+find empty caches, above all the cache of compiled kernels, and fills them. The next run on this machine finds what the later
+rounds found, so these count, and the first start is reported next to them.
 
 A comparison whose interval is to be trusted never stops because one variant is ahead: it stops on the interval's width alone.
 A search may drop variants that are behind, by the time of the whole run where its length is known, because that makes no other
@@ -55,14 +55,14 @@ from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
 from drivetrain.ui.progress import Steps
 
-WIDTH = 0.02  # of a ratio to each side: precise enough
+WIDTH = 0.02  # half width of a ratio's interval that is precise enough
 MIN_ROUNDS = 8  # with fewer rounds an interval may be narrow by chance
-NEAR_BEST = 0.97  # of the best variant's rate: a variant that is nearer may yet be the best
+NEAR_BEST = 0.97  # of the best variant's rate: a nearer variant may still be the best
 
 
 @dataclass(eq=False)
 class Row:
-    """One variant's results; a figure is null where the variant failed before it was measured."""
+    """One variant's results; a figure is null where the variant failed before its measurement."""
 
     label: str
     overrides: list[str]
@@ -77,28 +77,27 @@ class Row:
     compile_s: float | None = None  # of the first round
     starts_s: list[float] = field(default_factory=list)  # of each round: building, compiling, the first batch, …
     start_s: float | None = None  # with filled caches
-    first_start_s: float | None = None  # of the first round, where kernels were compiled that later rounds found in the cache
-    pays_after: int | None = None  # updates until the later start has been made up for
-    first_pays_after: int | None = None  # the same where nothing is compiled yet
-    run_updates: int | None = None  # of the whole run, or to its target; null where that is not known
+    first_start_s: float | None = None  # of the first round, if it compiled kernels that later rounds found in the cache
+    pays_after: int | None = None  # updates that make up for the later start
+    first_pays_after: int | None = None  # the same with empty caches
+    run_updates: int | None = None  # of the whole run, or to its target; null where unknown
     runs_s: list[float] = field(default_factory=list)  # seconds of the whole run, its start included, by each round
     run_s: float | None = None
-    whole_run: Interval | None = None  # how many times as fast as the first variant it is for the whole run
+    whole_run: Interval | None = None  # the speed of the whole run relative to the first variant
     global_batch: int | None = None
     samples: int | None = None  # in the training set
     device: str | None = None
     device_type: str | None = None
     rates: list[float] = field(default_factory=list)  # samples a second of each round
     stopped_after: int | None = None  # rounds, where the stopping rule ended the variant
-    out_of_time: bool = False  # whether it ended the variant because the time was over, and not because it was behind
+    out_of_time: bool = False  # whether it ended the variant for lack of time, not because it was behind
     verdict: quality.Verdict | None = None
 
     @classmethod
     def of(cls, spec: VariantSpec, variant: Variant | None, first: Row | None = None, updates: int | None = None) -> Row:
-        """The results of a variant so far, which is None where it could not run.
+        """The results of a variant so far (None: it could not run).
 
-        `first` is the first variant's row, None for that one itself; `updates` are those of the whole run, None where they are
-        not known.
+        `first` is the first variant's row, None for that one itself; `updates` are the whole run's, None where unknown.
         """
         if variant is None:
             return cls(spec.label, spec.overrides, error="; ".join(spec.problems))
@@ -123,7 +122,7 @@ class Row:
         return row
 
     def _weigh(self, variant: Variant, base: Row) -> None:
-        """Set what the variant is worth for the whole run, its start included."""
+        """Set the variant's figures for the whole run, its start included."""
         self.starts_s = list(variant.starts)
         first, *later = self.starts_s
         # With filled caches, the first round counts as the median of the later ones.
@@ -144,7 +143,7 @@ class Row:
                 self.first_pays_after = Cost(self.first_start_s, step).pays_after(Cost(base.start_s, base_step)) or None
 
     def speeds(self, base: Row) -> tuple[list[float], list[float]]:
-        """The speeds of both in each round: of the whole run, or of the updates alone where a length is not known."""
+        """The speeds of both in each round: of the whole run, or of the updates alone where a length is unknown."""
         mine, theirs = (base.runs_s, self.runs_s) if self.runs_s and base.runs_s else (self.rates, base.rates)
         both = min(len(mine), len(theirs))  # a variant that stopped is compared with its own rounds
         return mine[:both], theirs[:both]
@@ -160,12 +159,12 @@ class Row:
 
     @property
     def gain(self) -> Interval | None:
-        """The ratio that decides whether it is worth it: of the whole run where its length is known, else of the updates."""
+        """The deciding ratio: of the whole run if its length is known, else of the updates."""
         return self.whole_run if self.whole_run is not None else self.ratio
 
     @property
     def pays_too_late(self) -> str:
-        """The reason why the run is no shorter although the variant's updates are certainly faster; "" where there is none."""
+        """The reason why the run is no shorter although the variant's updates are certainly faster, or ""."""
         pays, whole = self.pays_after, self.run_updates
         if self.ratio is None or self.ratio.low <= 1 or pays is None or whole is None or pays < whole:
             return ""
@@ -185,7 +184,7 @@ class Row:
         }
 
     def interval(self) -> str:
-        """The interval of the ratio and its meaning, or why there is none."""
+        """The interval of the ratio and its meaning, or the reason why there is none."""
         if self.ratio is None:
             return "–"
         if not self.ratio.low:
@@ -197,12 +196,12 @@ class Row:
 
 
 def _with_first(usual: float | None, first: float | None, form: str, unit: str) -> str:
-    """A figure with filled caches, and in brackets that of the first round, where kernels were compiled."""
+    """A figure with filled caches, and in brackets the first round's if it compiled kernels."""
     return sheet.figure(usual, form + unit) + (f" (uncompiled: {form.format(first)})" if first is not None else "")
 
 
 def later_start(starts: Sequence[float], base: Sequence[float]) -> float:
-    """Seconds by which a variant starts later than `base`, with filled caches; 0 where the rounds do not agree."""
+    """Seconds by which a variant starts later than `base`, with filled caches; 0 if the rounds disagree."""
     found = [mine - theirs for mine, theirs in zip(starts, base, strict=False)]
     found = found[1:] or found
     return statistics.median(found) if min(found) > 0 or max(found) < 0 else 0.0
@@ -258,7 +257,7 @@ class Comparison:
         return any(row.error for row in self.rows)
 
     def raise_if_baseline_failed(self) -> None:
-        """Raise UserError where the first variant has an error: the others have nothing to be compared to."""
+        """Raise UserError if the first variant has an error: there is nothing to compare the others with."""
         first = self.rows[0]
         if first.error is not None:
             name = first.label or "the run as it is"
@@ -270,14 +269,14 @@ class Comparison:
         return [TimesToTarget.of(row.label, each, self.target or "") for row, each in zip(self.rows, runs, strict=True)]
 
     def order(self) -> list[int]:
-        """The numbers of the rows: as they were given, or with a target the soonest there first."""
+        """The numbers of the rows: in the given order, or with a target the soonest first."""
         if self.target is None:
             return list(range(len(self.rows)))
         times = self.times()
         return sorted(range(len(times)), key=lambda n: times[n].rank)
 
     def as_dict(self) -> JsonObject:
-        """The content of compare.json: an interval is [estimate, low, high], and null where there were too few rounds."""
+        """The content of compare.json: an interval is [estimate, low, high], and null with too few rounds."""
         content = asdict(self)
         for row in content["rows"]:
             for name in ("ratio", "whole_run"):
@@ -300,10 +299,10 @@ def measure(
 ) -> Comparison:
     """Run the variants in interleaved rounds, then train them to their ends if the settings ask for quality.
 
-    `overrides` are recorded as what all variants have in common, and `trained` are runs that need no training again. Raises
-    UserError if the first variant cannot be built; one that fails later is a row with its error, and ends the measurement.
+    `overrides` are recorded as common to all variants, and `trained` are runs that need not be repeated. Raises
+    UserError if the first variant cannot be built; if it fails later, its row has the error, and the measurement ends.
     """
-    accelerators.find()  # this, and the import of torch, once here, because the variants are forked
+    accelerators.find()  # once here, with the import of torch, because the variants are forked
     specs = [_after_trials(spec) for spec in specs]
     first = baseline_job(specs)
     began = time.perf_counter()
@@ -350,7 +349,7 @@ def measure(
 
 
 def _after_trials(spec: VariantSpec) -> VariantSpec:
-    """The variant with what its options find by trials, such as a number of threads; or why they find nothing."""
+    """The variant with the settings found by its options' trials, such as a number of threads, or with the reason for none."""
     try:
         if spec.job is not None:
             trials.choose(spec.job)
@@ -360,7 +359,7 @@ def _after_trials(spec: VariantSpec) -> VariantSpec:
 
 
 def _updates(variant: Variant | None, verdict: Verdict | None, target: str | None) -> int | None:
-    """The updates of a variant's whole run, to the target where all seeds reached it; None where they are not known."""
+    """The updates of a variant's whole run, to the target if all seeds reached it; None where unknown."""
     if variant is None:
         return None
     found = TimesToTarget.of("", verdict.runs, target).updates if verdict is not None and target is not None else []
@@ -371,7 +370,7 @@ def _updates(variant: Variant | None, verdict: Verdict | None, target: str | Non
     return over.updates if over is not None else None
 
 
-UNEVEN = 1.3  # times the median that the mean of an update may be off: beyond it rate and median differ
+UNEVEN = 1.3  # ratio of an update's mean to its median beyond which rate and median differ
 
 
 def notes_on(variants: Sequence[Variant], verdicts: Sequence[Verdict | None] = ()) -> Iterator[str]:
@@ -403,14 +402,14 @@ def notes_on(variants: Sequence[Variant], verdicts: Sequence[Verdict | None] = (
 BAR_WIDTH, MARGIN = 160, 12  # of the drawing of an interval, in pixels
 TICK_WIDTH = 34  # of a number on the scale, in pixels
 IN_ALL_FIGURES = ("updates to it", "95th percentile", "seeds")
-LEAST = ("waiting for data", "update, median", "memory", "samples/s", "starts in")  # what a narrow terminal leaves out
+LEAST = ("waiting for data", "update, median", "memory", "samples/s", "starts in")  # columns that a narrow terminal leaves out
 METHOD = (quality.__doc__ or "").split("\n\n")
-AS_IT = ("as it is", "as it was")  # what the run that is to be made faster is called
+AS_IT = ("as it is", "as it was")  # labels of the run to speed up
 TICKS = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)
 
 
 def names(comparison: Comparison) -> list[str]:
-    """A name for each variant: of the first one what not all have, of each other one what it has otherwise than the first."""
+    """A name for each variant: the first one's settings that not all share, and the others' differences from the first."""
     labels = [row.label or "the first variant" for row in comparison.rows]
     words = [label.split() for label in labels]
     common = set(words[0]).intersection(*words[1:])
@@ -425,7 +424,7 @@ def names(comparison: Comparison) -> list[str]:
 def fastest(comparison: Comparison) -> int | None:
     """The number of the fastest variant that is certainly faster than the first, with a result known to be as good.
 
-    That is for the whole run, start-up included, where its length is known.
+    The speed is that of the whole run, start-up included, if its length is known.
     """
     judged = comparison.settings.quality
     good = {
@@ -438,7 +437,7 @@ def fastest(comparison: Comparison) -> int | None:
 
 
 def headline(comparison: Comparison) -> str:
-    """The answer: which variant is soonest at the target, if any, and which is the fastest. The table says the rest."""
+    """The answer: the variant that reaches the target soonest, if any, and the fastest one. The table has the rest."""
     first, *others = names(comparison)
     subjects = [comparison.subject.format(name.removeprefix("+ ").removeprefix("− ")) for name in others]
     said = [f"the run {first}" if first in AS_IT else first, *subjects]  # each variant's name in a sentence
@@ -460,7 +459,7 @@ def _on_target(comparison: Comparison, said: Sequence[str]) -> str:
 
 
 def _on_speed(comparison: Comparison, said: Sequence[str]) -> str:
-    """The fastest variant whose result is known to be as good, and which result is better, in one sentence."""
+    """The fastest variant with a result known to be as good, and the variants with better results, in one sentence."""
     improvements = {n: by for n, row in enumerate(comparison.rows) if n and (by := _improvement(row))}
     better = max(improvements, key=lambda n: improvements[n], default=None)
     best, judged = fastest(comparison), comparison.settings.quality
@@ -480,7 +479,7 @@ def _on_speed(comparison: Comparison, said: Sequence[str]) -> str:
 
 
 def _speed(row: Row, base: str) -> str:
-    """The speed of a variant in words: by its updates; where these are not faster, for the whole run, which starts sooner."""
+    """The speed of a variant in words: by its updates; if these are not faster, for the whole run because it starts sooner."""
     ratio = row.ratio
     if row.whole_run is not None and (ratio is None or ratio.low <= 1):
         ratio, base = row.whole_run, f"{base} for the whole run, as it starts sooner"
@@ -489,20 +488,20 @@ def _speed(row: Row, base: str) -> str:
 
 
 def _improvement(row: Row) -> float:
-    """By how much a variant's metric is better than the first variant's, where that is certain; else 0."""
+    """The certain gain of a variant's metric over the first variant's; else 0."""
     found = row.verdict and row.verdict.degradation.get(row.verdict.metric)
     certain = found and found.high is not None and found.high < 0 and row.verdict and row.verdict.outcome != FAIL
     return -found.middle if found and certain else 0.0
 
 
 def _better(row: Row, base: str) -> str:
-    """The figure in which a variant is better than the first variant, and by how much, in words."""
+    """The figure in which a variant is better than the first one, and the difference, in words."""
     assert row.verdict is not None
     return f"a better {row.verdict.metric} than {base}, by {_difference(row.verdict).removeprefix('better by ')}"
 
 
 def table(comparison: Comparison) -> sheet.Table:
-    """Each variant with all that was measured of it: the time to the target, the result, speed and interval, the rest."""
+    """Each variant with all its measurements: the time to the target, the result, speed and interval, the rest."""
     rows, verdicts = comparison.rows, [row.verdict for row in comparison.rows]
     ratios = [value for row in rows if row.ratio is not None for value in row.ratio if value and math.isfinite(value)]
     # Logarithmic, so that twice as fast lies as far from 1 as half as fast.
@@ -531,7 +530,7 @@ def table(comparison: Comparison) -> sheet.Table:
 
 
 def sections(comparison: Comparison) -> list[sheet.Section]:
-    """The sections of a comparison: the variants where they differ, why each result is as good or not, the method, the rounds."""
+    """The sections of a comparison: the variants with their differences, the reason for each verdict, the method, the rounds."""
     called, rows, found = names(comparison), comparison.rows, table(comparison)
     shown, same = found.only([n for n, name in enumerate(found.header) if name not in IN_ALL_FIGURES]).differing(
         1 + [*found.header].index("95 % interval")
@@ -567,7 +566,7 @@ def sections(comparison: Comparison) -> list[sheet.Section]:
 
 
 def titled(comparisons: Mapping[str, Comparison], said: str = "") -> list[sheet.Section]:
-    """The comparisons under their titles, each with its answer, unless that was `said` already."""
+    """The comparisons under their titles, each with its answer, unless `said` has it."""
     found: list[sheet.Section] = []
     for title, comparison in comparisons.items():
         answer = headline(comparison)
@@ -584,7 +583,7 @@ def _because(name: str, verdict: Verdict) -> str:
 
 
 def _difference(verdict: Verdict) -> str:
-    """Return by how much the metric differs from the first variant's; the first variant's own value; why there is neither."""
+    """Return the metric's difference from the first variant's, or that one's own value, or the reason why there is neither."""
     found = verdict.degradation.get(verdict.metric or "")
     if found is None:
         return verdict.reason.split("; ")[0].split(", ")[0].removeprefix(f"{verdict.metric} ")
@@ -594,7 +593,7 @@ def _difference(verdict: Verdict) -> str:
 def _numbers(axis: charts.Axis) -> str:
     """The drawing of an axis of ratios."""
     ticks: list[float] = []
-    for tick in sorted((t for t in TICKS if axis.low <= t <= axis.high), key=lambda t: t != 1):  # 1 has the first place
+    for tick in sorted((t for t in TICKS if axis.low <= t <= axis.high), key=lambda t: t != 1):  # 1 takes precedence
         if all(abs(axis.at(tick) - axis.at(other)) >= TICK_WIDTH for other in ticks):
             ticks.append(tick)
     texts = "".join(f'<text x="{axis.at(t):.1f}" y="11" text-anchor="middle">{t:g} ×</text>' for t in ticks)
@@ -617,9 +616,9 @@ def _bar(axis: charts.Axis, row: Row, first: bool) -> str:
 
 
 def run(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> tuple[Comparison, list[VariantSpec]]:
-    """Compare the variants, show and save what was found, and return it; a `recipe` is to be written of it.
+    """Compare the variants; show, save and return the results, and write them as `recipe`.
 
-    Raises UserError where there is nothing to compare.
+    Raises UserError if there is nothing to compare.
     """
     settings, overrides = verbs.split(argv, CompareSettings, "compare", recipe)
     specs, notes = swept(overrides, config_dirs)
@@ -670,9 +669,9 @@ def techniques(baseline: Job, recipe: Job) -> Changes:
 def ablate(
     argv: Sequence[str], config_dirs: Sequence[str] = (), file: Path | None = None
 ) -> tuple[dict[str, Comparison], list[VariantSpec]]:
-    """Measure the tables, show and save them; return them, the steps first, and the variants of the last that was measured.
+    """Measure the tables, show and save them; return them, the steps first, and the variants of the last one measured.
 
-    `file`: the recipe that is to be written of the last step.
+    `file` is the recipe to write of the last step.
     """
     settings, overrides = verbs.split(argv, AblationSettings, "ablate", file)
     if file is not None and "steps" not in settings.tables:
@@ -690,12 +689,12 @@ def ablate(
     found, removals = _named(added.found(), settings.only), {change.key: change for change in removed.found()}
     if not found:
         raise UserError(f"recipe={recipe} and baseline={baseline} do not differ with these overrides")
-    beside = f" with {len(overrides)} override{'s' * (len(overrides) != 1)}" if overrides else ""  # what both sides have
-    trained: Trained = {}  # the runs of all three comparisons, which have variants in common
+    beside = f" with {len(overrides)} override{'s' * (len(overrides) != 1)}" if overrides else ""  # of both sides
+    trained: Trained = {}  # the runs of all three comparisons, which share variants
     comparisons: dict[str, Comparison] = {}
 
     def measured(title: str, said: str, name: str, chosen: dict[str, list[Change]], subject: str) -> list[VariantSpec]:
-        """Measure the baseline with each variant's techniques, or the recipe without; `subject` is what a sentence calls it."""
+        """Measure the baseline with each variant's techniques, or the recipe without; `subject` is its name in a sentence."""
         echo(f"\n{said}")
         given = [f"recipe={name}", *overrides]
         specs = [compose(f"{name}{beside}", given, config_dirs)]
@@ -730,7 +729,7 @@ def ablate(
 
 
 def _named(found: list[Change], names: Sequence[str] | None) -> list[Change]:
-    """The changes of these settings or groups; None: all. Raises UserError for a name of none."""
+    """The changes of these settings or groups; None: all. Raises UserError for an unknown name."""
     known = {name: change for change in found for name in (change.key.partition(".")[0], change.key, change.label)}
     refuse(
         f"only={name}: it is no technique that differs: {did_you_mean(name, known)}" for name in names or () if name not in known
@@ -746,7 +745,7 @@ def _on_both_sides(overrides: Sequence[str]) -> str:
 
 
 def ablation_sheet(recipe: str, baseline: str, comparisons: dict[str, Comparison], overrides: Sequence[str] = ()) -> sheet.Sheet:
-    """The sheet of an ablation; its answer is that of the first comparison."""
+    """The sheet of an ablation; its answer is the first comparison's."""
     about = f"What each technique of the recipe {recipe} is worth against {baseline}."
     if len(comparisons) > 1:
         about += " Where a technique gains when it is added alone, and its removal costs nothing, another makes up for it."
@@ -761,7 +760,7 @@ def ablation_sheet(recipe: str, baseline: str, comparisons: dict[str, Comparison
 def _by_gain(found: list[Change], plus: Comparison) -> list[Change]:
     """The techniques in descending order of their gain alone; those that cannot run alone come last.
 
-    With a target, those that are there soonest come first.
+    With a target, the soonest come first.
     """
     if plus.target is not None:
         return [found[n - 1] for n in plus.order() if n]

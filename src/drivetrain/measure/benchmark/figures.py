@@ -1,4 +1,4 @@
-"""Where the figure of a program's run is: in what it prints, or in a file that it writes."""
+"""The place of the figure of a program's run: its output, or a file that it writes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Pick = Literal["last", "first", "best"]
 
 
 class Unmeasured(Exception):
-    """A run without a figure, and why."""
+    """A run has no figure; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class FigureSource:
-    """Where a run's figure is: a pattern of its output, or FILE.json:key, FILE.jsonl:key or FILE.csv:column."""
+    """The place of a run's figure: a pattern of its output, or FILE.json:key, FILE.jsonl:key or FILE.csv:column."""
 
     given: str
     higher: bool
-    pick: Pick = "last"  # of several values
+    pick: Pick = "last"  # if there are several values
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class FigureSource:
             yield f"{option} {self.given!r} has {pattern.groups} groups: put round brackets around the number alone"
 
     def read(self, output: str, cwd: Path, out: Path, began: float) -> tuple[float, int]:
-        """The value in what a run printed or wrote, and of how many it is. Raises Unmeasured."""
+        """The value in a run's output or file, and the number of values. Raises Unmeasured."""
         values = list(self._of_file(cwd, out, began) if OF_FILE.fullmatch(self.given) else self._of_output(output))
         value = {"last": values[-1], "first": values[0], "best": (max if self.higher else min)(values)}[self.pick]
         if not math.isfinite(value):
@@ -84,12 +84,12 @@ class FigureSource:
 
 
 def lines_of(output: str) -> list[str]:
-    """The lines that a program printed, without colours; a bar that was drawn anew is several."""
+    """The lines that a program printed, without colours; each redrawing of a progress bar is a line."""
     return [line for line in re.split(r"[\r\n]+", ESCAPES.sub("", output)) if line.strip()]
 
 
 def last_of(lines: Sequence[str]) -> list[str]:
-    """The last lines, cut where they are long."""
+    """The last lines, long ones cut."""
     return [line.strip()[:120] for line in lines[-3:]] or ["it printed nothing"]
 
 
@@ -110,7 +110,7 @@ def _rows(file: Path) -> Iterator[object]:
 
 
 def _numbers(row: object, key: str) -> list[float]:
-    """The numbers at a key such as eval.accuracy or history[-1].loss; of a list, those of all rows that have it."""
+    """The numbers at a key such as eval.accuracy or history[-1].loss; for a list, the numbers of all rows with the key."""
     found: list[object] = [row]
     for part in [key] if isinstance(row, Mapping) and key in row else re.findall(r"[^.\[\]]+", key):
         inner: list[object] = []

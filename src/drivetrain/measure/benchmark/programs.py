@@ -1,4 +1,4 @@
-"""`drivetrain compare --program`: any program as it is, with other arguments or as of other revisions of its code."""
+"""`drivetrain compare --program`: any unchanged program, with other arguments or at other revisions of its code."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ from drivetrain.ui.terminal import duration
 
 NOT_AS_GOOD, UNDECIDED = 4, 5  # exit codes
 OF_SHELL = {"&&", "||", "|", ";", ">", ">>", "<", "2>&1", "&"}
-MOST_OUTPUT = 64 * files.MB  # of a program's output that is read
-WAITED = 0.1  # the share of a run's time that it waited for a core, from which on the machine is said to be busy
+MOST_OUTPUT = 64 * files.MB  # most bytes read of a program's output
+WAITED = 0.1  # share of a run's time spent waiting for a core that marks the machine as busy
 
 
 @dataclass
 class Program:
-    """A compared program: a command that is run with seeds, in a folder."""
+    """A compared program: a command to run with seeds, in a folder."""
 
     label: str
     command: Sequence[str]  # with {seed}, {out} and {code}
     metrics: Sequence[FigureSource]  # the first one decides
     cwd: Path
-    place: Path  # where each run gets a folder
+    place: Path  # for a folder of each run
     code: Path  # the checkout or worktree
-    checkout: Path | None = None  # the repository that `code` is a worktree of
+    checkout: Path | None = None  # the repository of the worktree `code`
     limit_s: float | None = None
     seconds: dict[int, float] = field(default_factory=dict)  # by seed
     notes: list[str] = field(default_factory=list)
 
     def run(self, seed: int) -> TrainedRun:
-        """Run it with a seed to its end; nothing that it has started lives on."""
+        """Run it with a seed to its end; all processes that it started are ended."""
         out = self.place / f"seed-{seed}"
         out.mkdir(parents=True)
         command = [word.format_map(_Slots(seed=str(seed), out=str(out), code=str(self.code))) for word in self.command]
@@ -112,14 +112,14 @@ class Program:
 
 
 class _Slots(dict[str, str]):
-    """The names that a command may have in braces; others stay as they are."""
+    """The names that a command may have in braces; others stay unchanged."""
 
     def __missing__(self, key: str) -> str:
         return f"{{{key}}}"
 
 
 def _waited_s() -> float:
-    """The seconds that the processes of this user's machine have waited for a core, by Linux's count; 0 elsewhere."""
+    """The seconds that the processes of this user's machine have waited for a core, as counted by Linux; 0 elsewhere."""
     try:
         some = files.read_text(Path("/proc/pressure/cpu")).split("total=")[1].split()[0]
         return int(some) / 1e6
@@ -142,7 +142,7 @@ def _is_commit(revision: str, top: Path) -> bool:
 
 @contextmanager
 def worktrees(revisions: Sequence[str], folder: Path, notes: list[str]) -> Iterator[list[Path]]:
-    """A worktree for each revision, removed at the end; this one stays as it is. Raises UserError."""
+    """A worktree for each revision, removed at the end; this one does not change. Raises UserError."""
     top = Path(_git("rev-parse", "--show-toplevel", cwd=Path.cwd()))
     refuse(f"--code {name}: git knows no such revision" for name in revisions if not _is_commit(name, top))
     commits = [_git("rev-parse", f"{revision}^{{commit}}", cwd=top) for revision in revisions]
@@ -164,7 +164,7 @@ def worktrees(revisions: Sequence[str], folder: Path, notes: list[str]) -> Itera
 
 @dataclass
 class Options:
-    """The options of the verb that compare programs."""
+    """The verb's options for comparing programs."""
 
     program: str | None = None
     variant: Sequence[str] = ()
@@ -214,7 +214,7 @@ class Options:
 
 
 def of_own_run(options: Options, overrides: Sequence[str], config_dirs: Sequence[str]) -> Options:
-    """The options that compare a drivetrain run of these overrides, as of several revisions of its code. Raises UserError."""
+    """The options that compare a drivetrain run of these overrides, at several revisions of its code. Raises UserError."""
     from drivetrain.core.options.selection import selected
     from drivetrain.data.base import Data
     from drivetrain.launch.job import prepare
@@ -224,7 +224,7 @@ def of_own_run(options: Options, overrides: Sequence[str], config_dirs: Sequence
     folders = [word for folder in config_dirs for word in ("--config-dir", str(folder))]
     train = shlex.join([*process.command("drivetrain"), "train", "-q", *folders, *overrides])
     top = Path(_git("rev-parse", "--show-toplevel", cwd=Path.cwd()))
-    others = [Path(each) for each in process.import_path().split(os.pathsep)]  # the checkout's own modules are of no revision
+    others = [Path(each) for each in process.import_path().split(os.pathsep)]  # without the checkout's modules
     found = [str(each) for each in others if not each.is_relative_to(top) or "site-packages" in each.parts]
     path = os.pathsep.join(["{code}", "{code}/src", *found])
     program = f"env {shlex.quote(f'PYTHONPATH={path}')} {train} runtime.seed={{seed}} output_dir={{out}}"
@@ -245,12 +245,12 @@ class Compared:
 
     @property
     def error(self) -> str | None:
-        """Why the first program has no figure; None where it has."""
+        """The reason why the first program has no figure; None if it has one."""
         return next((run.error for run in self.base if run.error), None)
 
     @property
     def kept(self) -> int | None:
-        """The number of the best variant that is better beyond doubt."""
+        """The number of the best variant that is certainly better."""
         means = {
             n: sum(run.figures[self.metric.given] for run in verdict.runs) / len(verdict.runs)
             for n, verdict in self.trial.verdicts.items()
@@ -269,7 +269,7 @@ class Compared:
         return DONE if good else NOT_AS_GOOD if (len(bad) == len(verdicts) if self.trial.asks == "better" else bad) else UNDECIDED
 
     def speed(self, number: int) -> Interval | None:
-        """How many times as fast a variant is as the first, of the runs of the same seeds; None where it has none."""
+        """The speed of a variant relative to the first, over runs of the same seeds; None without any."""
         ours, first = self.programs[number].seconds, self.programs[0].seconds
         seeds = sorted(ours.keys() & first.keys())
         return ratio([first[seed] for seed in seeds], [ours[seed] for seed in seeds]) if len(seeds) >= MIN_PAIRS else None
@@ -318,7 +318,7 @@ class Compared:
 
 
 def run(options: Options, plan: QualitySettings, argv: Sequence[str]) -> Compared:
-    """Run the programs in turns until each variant is decided, seeds or time end. Raises UserError before the first run."""
+    """Run the programs in turns until each variant is decided, or seeds or time end. Raises UserError before the first run."""
     refuse(options.problems())
     given = filter(None, (options.metric, options.holdout_metric))
     metric, *held = metrics = [FigureSource(each, options.higher, options.pick) for each in given]
@@ -382,12 +382,12 @@ def _programs(
 
 
 def _filled(word: str, variant: str) -> list[str]:
-    """The words that a word of the command becomes with a variant's words."""
+    """A word of the command with a variant's words filled in."""
     return shlex.split(variant) if word == "{variant}" else [word.replace("{variant}", variant)]
 
 
 def _held_out(done: Compared, held: Sequence[FigureSource]) -> Iterator[str]:
-    """The figure on data that no choice looked at, read where a variant is kept."""
+    """The figure on data that influenced no choice, read if a variant is kept."""
     for metric in held:
         if (kept := done.kept) is None:
             yield f"{metric.name} was not looked at: no variant is kept"
@@ -398,7 +398,7 @@ def _held_out(done: Compared, held: Sequence[FigureSource]) -> Iterator[str]:
 
 
 def _tries(ledger: Path | None) -> int:
-    """The number of comparisons that a ledger has."""
+    """The number of comparisons in a ledger."""
     if ledger is None or not ledger.exists():
         return 0
     return sum(bool(line.strip()) for line in files.read_text(ledger).splitlines())

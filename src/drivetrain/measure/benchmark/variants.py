@@ -1,7 +1,6 @@
-"""The variants of a comparison: how they are composed, and trained with paired seeds; and what a trained run shows.
+"""The variants of a comparison: composing them, training them with paired seeds, and reading trained runs.
 
-A run is read as the figures and facts that its files have. Anyone may have written the files: what is not of the right kind is
-left out.
+A run is read as the figures and facts in its files. The files may be anybody's, so values of a wrong type are left out.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from drivetrain.sweeps import store
 from drivetrain.sweeps.launchers import run_one
 from drivetrain.sweeps.store import SweepJob
 
-# Of every variant whose overrides do not name saving: it leaves no checkpoints behind. One that cannot run without them
-# keeps the run's own saving.
+# For every variant whose overrides do not set saving: it leaves no checkpoints. A variant that cannot run without them keeps the
+# run's own saving.
 NO_SAVING = ("saving=none",)
 
 
 @dataclass
 class VariantSpec(SweepJob):
-    """A variant to run: its label and its job, or why it cannot run."""
+    """A variant to run: its label and its job, or the reason why it cannot run."""
 
-    composes: Callable[[Sequence[str]], Job] | None = None  # makes its job of overrides, where it is not `prepare_job`
+    composes: Callable[[Sequence[str]], Job] | None = None  # makes its job from overrides, if not `prepare_job`
 
     def again(self, words: Sequence[str]) -> Job:
-        """The variant's job with these overrides instead of its own of the same keys. Raises UserError."""
+        """The variant's job with these overrides, which replace its own of the same keys. Raises UserError."""
         job, replaced = baseline_job([self]), {key_of(word) for word in words}
         given = [*(word for word in self.overrides if key_of(word) not in replaced), *words]
         try:
@@ -60,21 +59,21 @@ class VariantSpec(SweepJob):
 
 
 def without_saving(overrides: Sequence[str]) -> list[str]:
-    """The overrides, and saving=none where they do not name saving."""
+    """The overrides, with saving=none if they do not set saving."""
     return [*overrides, *(() if "saving" in groups_of(overrides) else NO_SAVING)]
 
 
 def prepare_without_saving(
     overrides: Sequence[str], config_dirs: Sequence[str] = (), recipe: Recipe | None = None
 ) -> tuple[list[str], Job]:
-    """Overrides and job of a run that does not save, or saves as it would where it needs that. Raises UserError."""
+    """Overrides and job of a run that does not save, or keeps its saving if it needs it. Raises UserError."""
     given = without_saving(overrides)
     try:
         return given, prepare_job(given, config_dirs, recipe)
     except UserError:
         if given == [*overrides]:
             raise
-    return [*overrides], prepare_job(overrides, config_dirs, recipe)  # its problems are those of the run, not of saving=none
+    return [*overrides], prepare_job(overrides, config_dirs, recipe)  # reports the run's own problems, not those of saving=none
 
 
 def compose(
@@ -84,9 +83,9 @@ def compose(
     recipe: Recipe | None = None,
     own_saving: bool = False,
 ) -> VariantSpec:
-    """Compose a variant from its overrides, and from a recipe that has been read already, if given.
+    """Compose a variant from its overrides, and from a recipe that was already read, if given.
 
-    It does not save, unless its overrides name saving, it cannot run without, or `own_saving` keeps the run's own.
+    It does not save, unless its overrides set saving, it cannot run without, or `own_saving` is true.
     """
     try:
         if own_saving:
@@ -97,7 +96,7 @@ def compose(
 
 
 def baseline_job(specs: Sequence[VariantSpec]) -> Job:
-    """The job of the first variant, which the others are compared to. Raises UserError if that cannot run."""
+    """The job of the first variant, the baseline. Raises UserError if it cannot run."""
     if (job := specs[0].job) is None:
         label = specs[0].label
         raise UserError([f"the first variant ({label}) is what the others are compared to: {p}" for p in specs[0].problems])
@@ -111,10 +110,10 @@ def refuse_bad(specs: Sequence[VariantSpec]) -> None:
 
 
 def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[list[VariantSpec], list[str]]:
-    """A variant for each combination of the values that the overrides give, and what the user should know of them, in lines.
+    """A variant for each combination of the overrides' values, and notices for the user.
 
-    A word such as optimizer.momentum=0.9 goes to the variants whose option has that key; the others run without it. Where one
-    cannot run without saving, all save as the run does, so that they do the same work.
+    A word such as optimizer.momentum=0.9 goes to the variants whose option has that key; the others run without it. If one
+    cannot run without saving, all save like the run, so that they do the same work.
     """
     jobs = _prepared(overrides, config_dirs)
     chosen = [_choices(job, config_dirs) for job in jobs] if any(job.job is None for job in jobs) else []
@@ -122,7 +121,7 @@ def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[li
     notes = []
 
     def has(number: int, word: str) -> bool:
-        """True if an option that a variant chose has the key that a word sets."""
+        """True if a chosen option of a variant has the key of a word."""
         key = key_of(word)
         return key.partition(".")[0] in chosen[number] and still_applies(key, chosen[number], config_dirs)
 
@@ -140,7 +139,7 @@ def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[li
 
 
 def _prepared(overrides: Sequence[str], config_dirs: Sequence[str]) -> list[SweepJob]:
-    """The jobs of all combinations, without saving where each can do without."""
+    """The jobs of all combinations, without saving if all can run without it."""
     jobs = store.prepare(without_saving(overrides), config_dirs)
     if all(job.job is not None for job in jobs):
         return jobs
@@ -150,7 +149,7 @@ def _prepared(overrides: Sequence[str], config_dirs: Sequence[str]) -> list[Swee
 
 
 def _choices(job: SweepJob, config_dirs: Sequence[str]) -> Mapping[str, object]:
-    """Group → option of a variant; {} where they cannot be composed, which is reported where the variant is."""
+    """Group → option of a variant; {} if they cannot be composed, which is reported with the variant."""
     try:
         return compose_config([word for word in job.overrides if "." not in key_of(word)], config_dirs).choices
     except UserError:
@@ -165,10 +164,10 @@ class Facts:
     """Of one training with one seed; None where the run did not measure it."""
 
     seed: int
-    set: str = "test"  # that the run is judged by
+    set: str = "test"  # that judges the run
     figures: dict[str, dict[str, float]] = field(default_factory=dict)  # set → metric → its value at the end
     # Since the first record, without start-up, which differs between a forked process and a separate interpreter.
-    # None: never reached, or no target was asked for.
+    # None: never reached, or no target was set.
     seconds_to_target: float | None = None
     updates_to_target: int | None = None
     reach: str | None = None  # the target, as accuracy>=0.98
@@ -177,8 +176,8 @@ class Facts:
     data: JsonObject | None = None  # its fingerprint
     kind: str | None = None  # the device's type
     device: str | None = None  # its name
-    resumed: bool = False  # several parts: times, memory and energy are not those of one training
-    error: str | None = None  # why it did not complete
+    resumed: bool = False  # several parts: times, memory and energy do not belong to one training
+    error: str | None = None  # the reason why it did not complete
     fold: int = 0
 
     @classmethod
@@ -208,7 +207,7 @@ class Facts:
 
 
 def final_figures(of_set: object) -> dict[str, float]:
-    """The figures that a run ends with on a set."""
+    """The final figures of a run on a set."""
     final = of_set.get("final") if isinstance(of_set, dict) else None
     found = handed_on({str(name): value for name, value in final.items()}) if isinstance(final, dict) else {}
     return {name: value for name, each in found.items() if (value := number(each)) is not None}
@@ -220,7 +219,7 @@ def number(value: Any) -> float | None:
 
 
 def text(value: object) -> str | None:
-    """The value as a text that may be shown, and written into a claim."""
+    """The value as a text that is safe to show and to write into a claim."""
     return printable(str(value)).strip()[:MAX_CHARACTERS] or None if value is not None else None
 
 
@@ -245,13 +244,13 @@ def seconds_to(reach: Reach | str) -> str:
 
 
 def trained_run(run: RunFiles, seed: int, fold: int = 0, reach: Reach | None = None) -> TrainedRun:
-    """The figures of a run's files that are judged."""
+    """The judged figures in a run's files."""
     samples = run.train.samples[-1] if run.train.samples else 0
     facts = Facts.of(run, seed, fold, reach)
     if run.result is None or facts.error is not None:
         return TrainedRun(seed, samples, error=facts.error, facts=facts)
     trained = TrainedRun(seed, samples, final_figures(run.result.metrics.get(run.result.judged_by)), facts=facts)
-    # Each recorded loss is the mean over the samples since the record before.
+    # Each recorded loss is the mean over the samples since the preceding record.
     points = zip(run.train.samples, [0, *run.train.samples], run.train.curve("loss"), strict=False)
     losses = [(now - before, loss) for now, before, loss in points if loss is not None]
     total = sum(count for count, _ in losses)
@@ -268,7 +267,7 @@ MIN_SEEDS = 3  # for an interval
 
 @dataclass
 class TimesToTarget:
-    """The times when the seeds of a candidate reached the target: seconds and updates of each, None where one did not."""
+    """The times when the seeds of a candidate reached the target: seconds and updates of each, None for a seed that did not."""
 
     label: str
     seconds: list[float | None] = field(default_factory=list)
@@ -276,7 +275,7 @@ class TimesToTarget:
 
     @classmethod
     def of(cls, label: str, runs: Sequence[TrainedRun], target: str) -> TimesToTarget:
-        """The times of these runs; one that failed did not reach it."""
+        """The times of these runs; a failed one did not reach it."""
         name, found = seconds_to(target), cls(label)
         for run in runs:
             there = run.error is None and name not in run.censored
@@ -291,7 +290,7 @@ class TimesToTarget:
 
     @property
     def median(self) -> float:
-        """The median of the seconds; a seed that did not reach the target counts as endlessly long."""
+        """The median of the seconds; a seed that did not reach the target counts as infinite."""
         values = [math.inf if value is None else value for value in self.seconds]
         return statistics.median(values) if values else math.inf
 
@@ -302,7 +301,7 @@ class TimesToTarget:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Its place among variants, the least the soonest: more seeds that reached the target, then less time."""
+        """Its rank among variants, lowest is best: more seeds that reached the target, then less time."""
         return -self.reached / max(1, len(self.seconds)), self.median
 
     @property
@@ -312,7 +311,7 @@ class TimesToTarget:
 
 
 def columns(variants: Sequence[TimesToTarget], base: TimesToTarget, target: str) -> dict[str, list[str]]:
-    """The columns of a table: how many seeds reached the target, when, and how much sooner than those of `base`."""
+    """The columns of a table: the seeds that reached the target, their times, and the speed relative to `base`."""
     made = [[n for n in variant.updates if n is not None] for variant in variants]
     faster = [variant.faster_than(base) if variant is not base else None for variant in variants]
     return {
@@ -324,7 +323,7 @@ def columns(variants: Sequence[TimesToTarget], base: TimesToTarget, target: str)
 
 
 def proven(variants: Sequence[TimesToTarget]) -> int | None:
-    """The number of the soonest variant, where it is sooner than the first beyond doubt and no seed of it is lost; else None."""
+    """The number of the soonest variant, if it is certainly sooner than the first and loses no seed; else None."""
     best = min(range(len(variants)), key=lambda n: variants[n].rank)
     of_base = sum(value is not None for value in variants[0].seconds[: len(variants[best].seconds)])
     faster = variants[best].faster_than(variants[0]) if best and variants[best].reached >= of_base else None
@@ -336,10 +335,10 @@ Trained = dict[tuple[str, int, int | None], TrainedRun]
 
 
 class Train(Protocol):
-    """Trains a variant with a seed, once; what the run has left is gone from the disk."""
+    """Trains a variant with a seed, once, and removes the run's files."""
 
     def __call__(self, spec: VariantSpec, seed: int, alone: bool = False, fold: int | None = None) -> TrainedRun:
-        """`alone`: in a new interpreter, whose memory is that of the run; a forked process shares this one's."""
+        """`alone`: in a new interpreter, with only the run's memory; a forked process shares this one's."""
 
 
 @contextmanager
@@ -351,13 +350,13 @@ def trainings(
     known: Trained | None = None,
     sets_target: bool = True,
 ) -> Iterator[Train]:
-    """Yield what trains variants, in a folder below the output_dir of `first` that is removed at the end.
+    """Yield the function that trains variants, in a folder below the output_dir of `first` that is removed at the end.
 
-    `reach` is a target whose time is read of the runs, and which is set for all of them with `sets_target`; `known` are runs that
-    need no training again. A variant's advice is shown with its first seed only. A signal is forwarded to the run and raises
+    `reach` is a target whose time is read from the runs; with `sets_target` it is set for all of them. `known` are runs that
+    need not be repeated. A variant's advice is shown with its first seed only. A signal is forwarded to the run and raises
     Interrupted; a variant that cannot be composed raises UserError.
     """
-    accelerators.find()  # this, and the import of torch, once here, because the runs are forked
+    accelerators.find()  # once here, with the import of torch, because the runs are forked
     told = set[str]()
     runs: Trained = {} if known is None else known
     with directory.working(Path(first.run.values["output_dir"]) / verb) as folder, SignalForwarder() as signals:
@@ -389,5 +388,5 @@ def trainings(
 
 
 def in_turns(variants: Sequence[int], number: int) -> Sequence[int]:
-    """The order in which variants are trained with the seed of this number: a machine's drift is not one variant's alone."""
+    """The order of training variants with the seed of this number: it spreads a machine's drift over the variants."""
     return variants if number % 2 == 0 else variants[::-1]

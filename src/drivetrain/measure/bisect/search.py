@@ -1,12 +1,11 @@
-"""The search for the changes that make a difference: prefix halving on effects.
+"""The search for the changes that make a difference, by halving prefixes.
 
-Subsets of the changes are put on top of GOOD, and each has an effect with an interval. A binary search over the first changes
+Subsets of the changes are added to GOOD, and each has an effect with an interval. A binary search over the first changes
 follows the larger part of the effect: the first half of them, then the first quarter or three quarters, and so on, until one
-change is left whose addition makes the larger step. If it makes that step alone, it is a cause. Else it needs partners: the same
-search, with this change always there, finds them among those before it. Then BAD is measured without the cause, and what
-remains is searched in the same way, so causes that add up are all named.
-
-A single cause among n changes takes at most 3 + log2 n comparisons. A subset that cannot run counts as not bad.
+change is left whose addition makes the larger step. If it makes that step alone, it is a cause. Else it needs partners: the
+same search, always with this change, finds them among the earlier ones. Then BAD is measured without the cause, and what
+remains is searched in the same way, so causes that add up are all named. A single cause among n changes takes at most 3 + log2
+n comparisons. A subset that cannot run counts as not bad.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from drivetrain.ui.progress import Steps
 
 @dataclass
 class Subsets:
-    """GOOD, BAD, the changes from one to the other, and what the user should know of them."""
+    """GOOD, BAD, the changes from one to the other, and notices for the user."""
 
     good: VariantSpec
     bad: VariantSpec
@@ -55,9 +54,9 @@ class Subsets:
         return self.of([self.numbered[number] for number in sorted(chosen)])
 
     def of(self, changes: Sequence[Change]) -> VariantSpec:
-        """GOOD with these changes; without a job where the options' rules refuse it.
+        """GOOD with these changes; without a job if the options' rules refuse it.
 
-        A list of options that is changed, as surgery=[…], has all keys of its items.
+        A changed list of options, such as surgery=[…], has all keys of its items.
         """
         changed = [*self.changes.overrides(changes), *self.common]
         replaced = tuple(f"{key}." for key in map(key_of, changed) if key in LISTS or "." in key)
@@ -70,9 +69,9 @@ class Subsets:
 
 
 NAMED, NONE, UNRESOLVED = "named", "none", "not resolved"
-FAILS = "fails"  # BAD has no figure: it can be searched by which subsets fail
-LARGEST = 4  # changes that a cause may consist of: a difference that needs more is spread over all of them
-REST = 4  # what remains without the causes is searched too if it is more than a quarter of the whole difference
+FAILS = "fails"  # BAD has no figure: the search asks which subsets fail
+LARGEST = 4  # most changes of a cause: a difference that needs more is spread over all of them
+REST = 4  # the rest without the causes is also searched if it exceeds this fraction (1/4) of the whole difference
 
 Subset = frozenset[int]  # of the changes, by their numbers
 Decided = Callable[[Interval], bool]
@@ -82,10 +81,10 @@ Decided = Callable[[Interval], bool]
 class Measured:
     """The measurement of GOOD with a subset of the changes."""
 
-    effect: Interval | None = None  # its difference from GOOD: 0 is none; None where it has no figure
-    pairs: int = 0  # rounds or seeds that were measured
-    problem: str = ""  # why it has no figure
-    diverged: bool = False  # it has none because its training failed to converge, which counts as bad
+    effect: Interval | None = None  # its difference from GOOD: 0 is none; None without a figure
+    pairs: int = 0  # measured rounds or seeds
+    problem: str = ""  # the reason why it has no figure
+    diverged: bool = False  # its training failed to converge, which counts as bad
 
 
 LEAST_ROUNDS, LEAST_SEEDS = 6, 4  # before an interval is trusted
@@ -110,11 +109,11 @@ class GoodFails(Exception):
     """GOOD itself does not run, so nothing can be compared to it; the message is its error."""
 
 
-IsOver = Callable[..., bool]  # of the figures that are new
+IsOver = Callable[..., bool]  # called with the new figures
 
 
 class Measurer:
-    """Measures GOOD with subsets of the changes, and says on standard error which comparison is under way.
+    """Measures GOOD with subsets of the changes, and shows the current comparison on standard error.
 
     This one measures samples a second, in rounds of fresh processes: a round's figure is the ratio to GOOD's rate.
     """
@@ -127,11 +126,11 @@ class Measurer:
         self.unit, self.most = "samples/s", settings.rounds
         self.margin = math.log1p(EQUIVALENCE)  # the largest effect that does not matter
         self.number = 0  # of the comparison
-        self.fails = False  # the effect is whether a subset fails while it runs, for a BAD that does: 1 or 0
+        self.fails = False  # the effect is 1 if a subset fails while running, else 0, for a BAD that fails
         self.figures: dict[Subset, list[float]] = {}  # one of each round
 
     def effect(self, figures: Sequence[float]) -> Interval:
-        """The effect that the figures of a subset show."""
+        """The effect in the figures of a subset."""
         return middle_of(list(map(math.log, figures)))
 
     def value(self, effect: float) -> str:
@@ -139,13 +138,13 @@ class Measurer:
         return f"{math.exp(effect):.3f}"
 
     def add(self, variant: VariantSpec, figures: list[float], is_over: IsOver) -> str | None:
-        """Add figures until it is over; return why the variant fails, where it does. Raises GoodFails."""
+        """Add figures until `is_over`; return the reason if the variant fails. Raises GoodFails."""
 
         def ratios(row: compare.Row, base: compare.Row) -> list[float]:
             return [mine / theirs for mine, theirs in zip(row.rates, base.rates, strict=False)]
 
         def stop(rows: Sequence[compare.Row]) -> Sequence[compare.Row]:
-            return [row for row in rows[1:] if is_over(*ratios(row, rows[0]))]  # none where the variant has failed
+            return [row for row in rows[1:] if is_over(*ratios(row, rows[0]))]  # none if the variant has failed
 
         good = self.subsets.variant(())
         limits = compare.CompareSettings(rounds=self.most - len(figures), block_s=self.settings.block_s)
@@ -153,11 +152,11 @@ class Measurer:
         if first.error is not None:
             raise GoodFails(first.error)
         figures += ratios(row, first)
-        # The log in which an error's traceback is has gone with the run.
+        # The log with an error's traceback was removed with the run.
         return row.error and f"failed: {row.error.splitlines()[0].partition(' (traceback in')[0]}"
 
     def measure(self, chosen: Subset, decided: Decided) -> Measured:
-        """Measure a subset until its effect decides the question or the budget is used, and say what was found."""
+        """Measure a subset until its effect decides the question or the budget is used, and show the result."""
         self.number += 1
         echo(f"comparison {self.number}: changes {numbers(chosen)} on top of GOOD", file=sys.stderr)
         found = self._measured(chosen, self.subsets.variant(chosen), decided)
@@ -183,7 +182,7 @@ class Measurer:
         return Measured(self.effect(figures) if figures else UNKNOWN, len(figures))
 
     def shown(self, found: Measured) -> tuple[str, ...]:
-        """The effect and its interval as text; nothing where there is no figure."""
+        """The effect and its interval as text; "" without a figure."""
         if found.effect is None:
             return ()
         if self.fails:
@@ -226,7 +225,7 @@ class QualityMeasurer(Measurer):
                     return run.error
                 self._of_good[seed] = good.figures[self._metric]
                 figures.append(run.figures[self._metric] - good.figures[self._metric])
-                # The spread of GOOD over its seeds, or a small share of its mean where that is more.
+                # The spread of GOOD over its seeds, or a small share of its mean if that is more.
                 if len(seen := [*self._of_good.values()]) > 1:
                     self.margin = max(SPREADS * deviation(seen), LEAST_MARGIN * abs(statistics.fmean(seen)))
                 if is_over():
@@ -246,7 +245,7 @@ class Unresolved(Exception):
 
 @dataclass
 class ChangeSearch:
-    """A search among changes with the numbers 0 to n - 1, in an order in which every first few of them can run."""
+    """A search among changes with the numbers 0 to n - 1, in an order in which every prefix can run."""
 
     n: int
     measurer: Measurer
@@ -254,8 +253,8 @@ class ChangeSearch:
     outcome: str = ""
     causes: list[tuple[int, ...]] = field(default_factory=list)  # smallest sets of changes that make a difference
     rest: Measured | None = None  # BAD without the causes
-    suspects: tuple[int, ...] = ()  # where the search stopped: a cause is among these
-    reason: str = ""  # why it stopped
+    suspects: tuple[int, ...] = ()  # at the stop of the search: a cause is among these
+    reason: str = ""  # the reason for the stop
 
     def run(self) -> str:
         """Search until the difference is explained, or the budget is used; return the outcome."""
@@ -283,11 +282,11 @@ class ChangeSearch:
 
     @property
     def comparisons(self) -> int:
-        """The number of subsets that were measured, BAD included."""
+        """The number of measured subsets, BAD included."""
         return sum(found.pairs > 0 for found in self.tried.values())
 
     def _explain(self, left: Sequence[int], whole: float) -> None:
-        """Find causes until BAD without them is nearly as GOOD."""
+        """Find causes until BAD without them is nearly like GOOD."""
         target, goes_on = whole, True
         while goes_on:
             cause = self._cause(left, target)
@@ -317,7 +316,7 @@ class ChangeSearch:
         raise Unresolved(f"no {LARGEST} changes make most of the difference: it is spread over many")
 
     def _smallest(self, cause: Subset) -> tuple[int, ...]:
-        """The cause without the changes that it does not need, which noise may have put there."""
+        """The cause without unneeded changes, which noise may have added."""
         for change in sorted(cause):
             effect, smaller = self.tried[cause].effect, cause - {change}
             if smaller and effect is not None and self._ask(smaller, 0.0, effect.middle)[0]:
@@ -327,14 +326,14 @@ class ChangeSearch:
     def _ask(self, chosen: Iterable[int], low: float, high: float) -> tuple[bool, float]:
         """True if the effect of a subset is nearer to `high` than to `low`, and the effect. Raises Unresolved.
 
-        Of one that diverges it counts as `high`, and of one that cannot run as `low`.
+        A diverging subset counts as `high`, and one that cannot run as `low`.
         """
         middle, step, subset = (low + high) / 2, abs(high - low), frozenset(chosen)
 
         def on_one_side(found: Interval) -> bool:
             return not found.low <= middle <= found.high
 
-        def decided(found: Interval) -> bool:  # one that is very narrow near the middle may go either way
+        def decided(found: Interval) -> bool:  # a very narrow interval near the middle may go either way
             width = found.high - found.low
             return (width <= step and on_one_side(found)) or width <= step / 2
 
@@ -356,7 +355,7 @@ class ChangeSearch:
 
 
 def tried(search: ChangeSearch) -> sheet.Table:
-    """The table of what was tried, in the order of the comparisons."""
+    """The table of the tries, in the order of the comparisons."""
     header = ["changes on top of GOOD", search.measurer.unit, "95 % interval", "of the difference", "pairs", "because"]
     whole = search.whole.effect.middle if search.whole.effect is not None and search.outcome != NONE else 0.0
     rows = []

@@ -63,14 +63,14 @@ MEANS = {
     "evaluation": "the weights are the same, and an evaluation of them is not",
 }
 BESIDE = ("ema", "metrics", "stop", "saving", "logger")  # groups that leave an update's weights alone
-MICRO_BATCHES = ("batch", "parallel")  # groups that share an update's samples out
+MICRO_BATCHES = ("batch", "parallel")  # groups that divide an update's samples
 Keys = Sequence[tuple[str, str, str]]  # a key of the config, the tested run's value, the other's
 
 
 def different_keys(tested: Job, reference: Job) -> Keys:
-    """Return where the two configs differ.
+    """Return the differences of the two configs.
 
-    Where another option of a group is chosen, the group is returned instead of its keys.
+    If the options of a group differ, the group is returned instead of its keys.
     """
     ours, theirs = (job.composed.settings() for job in (tested, reference))
     keys = [k for k in dict.fromkeys([*ours, *theirs]) if ours.get(k) != theirs.get(k)]
@@ -92,12 +92,12 @@ class Certified:
 
     @property
     def unseen(self) -> list[str]:
-        """The parts that could not be looked into, and why."""
+        """The parts that could not be examined, and the reasons."""
         return list(dict.fromkeys([*self.tested.unseen, *self.reference.unseen]))
 
 
 def sheet_of(done: Certified) -> sheet.Sheet:
-    """The verdict, what differs in the configs, and the phases."""
+    """The verdict, the differences of the configs, and the phases."""
     answer, *more = lines(done)
     header = ("phase", "compared", "largest difference", "rounding gives", "in", "verdict")
     rows = [_row(*each, done.verdict.flipped) for each in phases(done.verdict)]
@@ -112,7 +112,7 @@ def sheet_of(done: Certified) -> sheet.Sheet:
 
 
 def phases(verdict: TraceVerdict) -> list[tuple[str, int, Finding]]:
-    """Return each phase with the number of tensors that were compared, and the worst of them."""
+    """Return each phase with the number of compared tensors, and the worst of them."""
     found = ((phase, [f for f in verdict.findings if f.key[1] == phase]) for phase in PHASES)
     return [
         (phase, len(those), max(those, key=lambda f: (f.is_different and f.decides, f.ratio, f.distance)))
@@ -135,7 +135,7 @@ def _share(value: float) -> str:
 
 
 def lines(done: Certified) -> list[str]:
-    """Return the verdict in sentences, and where a run's precision does less on this machine than its name says."""
+    """Return the verdict in sentences, and note where a run's precision does less on this machine than its name promises."""
     notices = [
         f"  precision of {whose}: {trace.notice}. This answer is not one for machines where it has an effect"
         for whose, trace in (("this run", done.tested), ("the other run", done.reference))
@@ -191,7 +191,7 @@ def named(name: str, trace: Trace) -> str:
 
 
 def hints(done: Certified, first: Finding) -> list[str]:
-    """Return what the first difference looks like, one line each."""
+    """Return descriptions of the first difference, one line each."""
     update, phase, name = first.key
     found, tested, reference = [], done.tested, done.reference
     alike = [f for f in done.verdict.findings if f.key[:2] == (update, phase)]
@@ -256,7 +256,7 @@ def as_dict(done: Certified) -> JsonObject:
     }
 
 
-PERMUTED, ROUNDED = 2, 3  # runs that show what the order of sums and rounding change
+PERMUTED, ROUNDED = 2, 3  # runs that show the effect of the order of sums and of rounding
 
 
 @dataclass
@@ -267,7 +267,10 @@ class CertifySettings:
 
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
-    """Run `drivetrain certify`; return its exit code. After "against": what the other run sets; without it: techniques off."""
+    """Run `drivetrain certify`; return its exit code.
+
+    After "against" follow the other run's settings; without it, its techniques are off.
+    """
     settings, words = verbs.split(argv, CertifySettings)
     at = words.index("against") if "against" in words else len(words)
     overrides, against = words[:at], words[at + 1 :]
@@ -301,7 +304,7 @@ def plain_changes(run: RunSpec) -> list[str]:
     changes = []
     for group, default in default_options().items():
         part, choice = run.parts.get(group), run.choices.get(group)
-        ranks_models = group == "metrics" and run.values.get("select") is not None  # the run cannot do without what ranks it
+        ranks_models = group == "metrics" and run.values.get("select") is not None  # the run needs the metric that ranks it
         if choice == default or group == "saving" or ranks_models:  # nothing is saved in either run
             continue
         if isinstance(part, list):
@@ -320,7 +323,7 @@ Recorded = Callable[..., Trace]  # takes further fields of record.RecordingOptio
 def certify(
     tested: RunSpec, reference: RunSpec, recorded_tested: Recorded, recorded: Recorded, say: Callable[[str], None]
 ) -> Certified:
-    """Record both runs, and what rounding changes where they are not bit for bit the same. Raises UserError."""
+    """Record both runs and, if they are not bit for bit the same, the effect of rounding. Raises UserError."""
     say("recording both runs")
     theirs, ours = recorded(), recorded_tested()
     roundoffs = [
@@ -328,7 +331,7 @@ def certify(
             if isinstance(option, Option))
         for run in (tested, reference)
     ]  # fmt: skip
-    roundoff = max(roundoffs)  # the largest error of one rounding
+    roundoff = max(roundoffs)  # the largest rounding error
     if ours.skipped != theirs.skipped:  # the runs are not at the same update then
         raise UserError(
             f"{max(ours.skipped, theirs.skipped)} updates were skipped by an overflow in one of the two runs (this one has "
@@ -370,14 +373,14 @@ def run_recorded(job: Job, updates: int, **look: object) -> Trace:
         (folder / "run").mkdir()
         result = launcher.launch(replace(job, run=run, work=recording), folder / "run", quiet=True)
         if result.code:
-            raise UserError(str(result.error).partition(" (traceback in")[0])  # that file is removed
+            raise UserError(str(result.error).partition(" (traceback in")[0])  # that log file is removed
 
     with directory.working(Path(job.run.values["output_dir"]) / "certify") as folder, ended_by_signals():
         return forking.answer_of(work, "the run cannot be certified")
 
 
 def agree_in_float64(recorded: Recorded, recorded_tested: Recorded) -> bool:
-    """True if the two runs, each with its techniques, are the same in float64; False where one cannot be made there."""
+    """True if the two runs, each with its techniques, agree in float64; False if one cannot run in it."""
     wide = {"float64": True, "techniques": True}
     try:
         permuted = [recorded(permute=seed, **wide) for seed in range(1, PERMUTED + 1)]
@@ -387,7 +390,7 @@ def agree_in_float64(recorded: Recorded, recorded_tested: Recorded) -> bool:
 
 
 def measured_floors(recorded: Recorded, recorded_tested: Recorded, roundoff: float, ours: Trace) -> Floors:
-    """Record what the order of sums and rounding change: in the reference, and where it rounds more also in the tested run."""
+    """Record the effect of the order of sums and of rounding in the reference, and in the tested run if it rounds more."""
     orders = range(1, PERMUTED + 1)
     return Floors(
         permuted=[recorded(permute=seed) for seed in orders],
@@ -398,7 +401,7 @@ def measured_floors(recorded: Recorded, recorded_tested: Recorded, roundoff: flo
 
 
 def _draws(run: RunSpec, layers: Sequence[str]) -> str:
-    """The error where layers draw random numbers: two splits of a batch do not draw the same."""
+    """The error where layers draw random numbers: two splits of a batch draw differently."""
     settings = [
         f"model.{key}=0" for key, value in vars(run.model).items() if "drop" in key and isinstance(value, float) and value
     ]
