@@ -127,6 +127,7 @@ def test_auto_comes_within_a_tenth_of_the_limit_whatever_is_forecast(true_limit,
         assert micro <= true_limit, expected
         assert f"all {128} samples" in said or int(said.split()[0]) * 1.1 + 1 >= true_limit, expected
         assert batch.accumulation_steps == -(-128 // micro)
+        assert said.endswith(f": {batch.accumulation_steps} steps of {micro} samples on each rank")
         assert ("forecast" in said) == (expected is not None)
 
 
@@ -350,6 +351,13 @@ def test_the_run_is_that_of_the_batch_that_was_chosen(train, here, measured, cap
     assert fixed.batch is None
     assert "batch=critical: gradient noise scale 11 by 50 updates of 6 samples: 12 samples an update, of 6 to 24" in caplog.text
     assert "gradient noise scale 11" in (chosen.run_dir / "log.txt").read_text()
+
+
+def test_a_noise_that_hides_the_gradient_is_reported(here, measured, caplog):
+    measured(None)
+    with caplog.at_level("INFO"):
+        assert here(*WORDS).status == "completed"
+    assert "the noise of 50 updates of 6 samples hides the gradient: 6 samples an update, of 6 to 24; a larger" in caplog.text
 
 
 def test_a_resumed_run_goes_on_with_its_batch(here, measured):

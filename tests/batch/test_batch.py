@@ -264,12 +264,13 @@ def updates(ranks: list[list[list[Request]]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize(("size", "steps"), [(1, 1), (2, 1), (3, 1), (2, 3)])
+@pytest.mark.parametrize(("size", "steps"), [(1, 1), (2, 1), (3, 1), (2, 3), (2, 6)])
 def test_every_sample_once_and_the_same_updates_on_any_ranks(budget, size, steps, source):
     one = updates(epoch(bucketed(source, budget=budget), len(source)))
     of_ranks = epoch(bucketed(source, size, budget=budget, accumulation_steps=steps), len(source), size)
     assert updates(of_ranks) == one
     assert all(len({len(mine) for mine in u}) == 1 for u in zip(*of_ranks, strict=True)), "forwards may wait for each other"
+    assert all(any(r.weight for r in turn) for u in zip(*of_ranks, strict=True) for turn in zip(*u, strict=True)), "no idle turn"
     assert sorted(itertools.chain(*one)) == list(range(len(source)))
 
 
@@ -391,8 +392,9 @@ def test_a_sample_over_the_budget_goes_alone():
 
 def test_a_short_last_batch_is_known_as_one():
     assert split_by_cost([1] * 10, 5) == ([5, 10], False)
-    assert split_by_cost([1] * 9, 5) == ([5, 9], True)
+    assert split_by_cost([1] * 9, 5) == ([5, 9], True)  # one more would just fit
     assert split_by_cost([4] * 10, 20) == ([5, 10], False)
+    assert split_by_cost([1, 1, 4], 7) == ([2, 3], False)  # one more costs as much as the longest
     assert split_by_cost([2] * 3 + [4] * 5, 12) == ([3, 6, 8], True)
 
 
