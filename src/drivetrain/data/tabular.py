@@ -61,7 +61,7 @@ class TabularData:
     reads_rows = True
 
     def form(self) -> Form:
-        """Return how its files are written."""
+        """Return the format of its files."""
         return Form()
 
     def fractions(self, every: Cells) -> np.ndarray:
@@ -97,7 +97,7 @@ class TabularData:
         return about
 
     def complete(self, cells: Cells, schema: TableSchema) -> Cells:
-        """Return the values of rows. Raises DataError where one of an input is missing and is to be refused."""
+        """Return the values of rows. Raises DataError if an input is missing and must be refused."""
         rows = schema.read(cells)
         gaps = {name: gap for name in schema.inputs if (gap := absent(rows.columns[name])).any()}
         if gaps and self.missing == "refuse":
@@ -116,7 +116,7 @@ class TabularData:
         return schema_of(data).described_row(x.numpy())
 
     def kept_rows(self, schema: TableSchema, data: Splits) -> Tokenizer | None:
-        """Return the tokenizer of a run that reads a text of each row; None where it reads columns."""
+        """Return the tokenizer of a run that reads one text of each row; None if it reads columns."""
         return None
 
     def read_inputs(self, file: Path | Iterable[bytes], data: Splits, size: int) -> Inputs:
@@ -139,13 +139,13 @@ class TabularData:
 
 
 def check_has(table: TextTable | NativeTable | StreamedTable, names: Sequence[str], problem: str) -> None:
-    """Raise UserError where a table lacks columns; `problem` has a place for their names."""
+    """Raise UserError if a table lacks columns; `problem` is a format for their names."""
     if lacking := [name for name in names if name not in table.names]:
         raise UserError(problem.format(named(lacking)))
 
 
 def schema_of(data: Splits) -> TableSchema:
-    """Return a run's schema. Raises UserError where it is none, or makes other inputs than the model's."""
+    """Return a run's schema. Raises UserError if it is invalid, or gives other inputs than the model's."""
     with as_kept(KEPT):
         schema = TableSchema.from_json(data.files[KEPT])
         if (schema.outputs,) != tuple(data.shape):
@@ -154,7 +154,7 @@ def schema_of(data: Splits) -> TableSchema:
 
 
 class Rows(Tensors):
-    """The rows of a table as a source, which know the keys of their content as it was before it was encoded, and their places."""
+    """The rows of a table as a source, with the keys of their content before encoding, and their places."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor, cells: Cells, said: Sequence[str] = ()) -> None:
         super().__init__(x, y)
@@ -195,11 +195,11 @@ class TextRows(LabelledTexts):
 
 @dataclass(kw_only=True, eq=False)
 class Tabular(TabularData, FromFile[Cells, Known, "Rows | TextRows"], TextData):
-    """A table (CSV, Parquet, NumPy) whose columns `target` are what is predicted, and whose other columns are the inputs.
+    """A table (CSV, Parquet, NumPy) to predict its columns `target` from the other columns.
 
-    Numbers and the parts of dates are standardised by the training rows, texts become one column for each category. A model that
-    has a tokenizer reads the one column of texts, up to `length` tokens of each. Without a test table, the
-    share `holdout` of the rows is held out, chosen by the hash of their content.
+    Numbers and the parts of dates are standardised by the training rows, texts become one column for each category. A model
+    with a tokenizer reads the one column of texts, up to `length` tokens of each. Without a test table, the share `holdout` of
+    the rows is held out, chosen by the hash of their content.
     """
 
     machine_local_keys = ("path", "test")
@@ -274,7 +274,7 @@ class Tabular(TabularData, FromFile[Cells, Known, "Rows | TextRows"], TextData):
         return form_of(self.delimiter, self.encoding, self.header, self.na)
 
     def _types(self) -> dict[str, str]:
-        """Return the columns that are named, with the type of each; "" where none is given."""
+        """Return the named columns with their types; "" without one."""
         parts = [str(column).rpartition(":") if ":" in str(column) else (str(column), "", "") for column in self.columns or ()]
         return {name: kind.strip() for name, _, kind in parts}
 
@@ -309,7 +309,7 @@ WINE = (
 
 @dataclass(kw_only=True, eq=False)
 class ScikitLearn(TabularData, HeldOut[Cells, Known, "Rows | TextRows"]):
-    """A table that comes with scikit-learn. Nothing is downloaded. The same rows are held out in every run."""
+    """A table that is part of scikit-learn. Nothing is downloaded. The same rows are held out in every run."""
 
     rows: ClassVar[int]
     inputs: ClassVar[int]

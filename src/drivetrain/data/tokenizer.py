@@ -1,7 +1,7 @@
-"""Texts to tokens, by bytes or byte pairs, in memory, or of larger files once into files of the cache, mapped into memory.
+"""Texts to tokens, by bytes or byte pairs: in memory, or for larger files once, into mapped files of the cache.
 
-They are kept by the content of the texts and by what decides their tokens. A set that is used again is not tokenized again, and
-a file that has changed is.
+The cache's key is the content of the texts and the settings of their tokens. So a repeated set is not tokenized again, and a
+changed file is.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Tokenizer(ABC):
     """
 
     size: int
-    shift: int = 1  # added to the tokens of a text that has a class
-    mask: int | None = None  # what hides a token from the model, where the tokenizer has such a token
-    padding: int | None = None  # what pads such texts, where it is a token of the tokenizer's own
+    shift: int = 1  # added to the tokens of a text with a class
+    mask: int | None = None  # the token that hides another one from the model, if the tokenizer has one
+    padding: int | None = None  # the tokenizer's own padding token for such texts, if it has one
 
     @property
     def begin(self) -> int:
@@ -54,7 +54,7 @@ class Tokenizer(ABC):
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens that a model has to know."""
+        """The number of tokens in the model's vocabulary."""
         return self.size + 1
 
     def largest(self) -> int:
@@ -71,19 +71,19 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def located(self, texts: Sequence[str]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each text's tokens, int (length,), and the place in the text of the first character of each."""
+        """Yield each text's tokens, int (length,), and the place of each one's first character in the text."""
 
     def written(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
         return self.text([token for token in tokens if token < self.size])
 
     def whole(self, texts: Sequence[str], length: int) -> list[torch.Tensor]:
-        """Return the tokens of texts with a class each, cut to the number that a model reads."""
+        """Return the tokens of texts with a class each, cut to the model's length."""
         return self(texts)
 
     @abstractmethod
     def with_ends(self, text: str, length: int) -> tuple[list[int], list[int]]:
-        """Return at most `length` tokens of a text that is read as a whole, and where each ends in it; 0: none of it."""
+        """Return at most `length` tokens of a text read as a whole, and the end of each in it; 0: not part of the text."""
 
     @abstractmethod
     def text(self, tokens: Sequence[int]) -> str:
@@ -91,7 +91,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def to_json(self) -> str:
-        """Return the tokenizer as text, to be kept with the run."""
+        """Return the tokenizer as text, for the run's files."""
 
     def files(self) -> dict[str, str]:
         """Return its files that a run keeps: name → text."""
@@ -125,7 +125,7 @@ class Bytes(Tokenizer):
 
 
 class BytePairs(Tokenizer):
-    """A tokenizer of the tokenizers library (Hugging Face), which its file, tokenizer.json, describes."""
+    """A tokenizer of the tokenizers library (Hugging Face), described by its file tokenizer.json."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -166,7 +166,7 @@ class BytePairs(Tokenizer):
 
     @contextlib.contextmanager
     def _cut(self, length: int) -> Iterator[None]:
-        """Within the context texts are cut to a number of tokens. Raises UserError where nothing would be left of them."""
+        """Within the context texts are cut to a number of tokens. Raises UserError if nothing would be left of them."""
         around = self.tokenizer.num_special_tokens_to_add(is_pair=False) if self.shift == 0 else 0
         if length <= around:
             raise UserError(f"data.length={length}: the tokenizer puts {around} tokens around each text: set it to more")
@@ -180,7 +180,7 @@ class BytePairs(Tokenizer):
         texts = (self.tokenizer.decode([token]) for token in range(self.size))
         if self.tokenizer.decoder is None or "ByteLevel" not in type(self.tokenizer.decoder).__name__:
             return torch.tensor([max(1, len(text.encode())) for text in texts])
-        # A byte-level token is written with one character for each of its bytes.
+        # A byte-level token has one character for each of its bytes.
         return torch.tensor([len(self.tokenizer.id_to_token(token)) for token in range(self.size)])
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -197,7 +197,7 @@ class BytePairs(Tokenizer):
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()  # all bytes: no text has a token that is not known
+        alphabet = pre_tokenizers.ByteLevel.alphabet()  # all bytes: no text has an unknown token
         trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
         tokenizer.train_from_iterator(texts, trainer)
         return cls(tokenizer)
@@ -209,7 +209,7 @@ class BytePairs(Tokenizer):
 
         try:
             text = read_text(path.resolve())
-            if far := re.search(rf'"\s*:\s*(\d{{{MOST_DIGITS + 1},}})', text):  # the library takes memory for all numbers below
+            if far := re.search(rf'"\s*:\s*(\d{{{MOST_DIGITS + 1},}})', text):  # the library allocates all smaller numbers
                 raise ValueError(f"a number of {len(far[1])} digits, and those of tokens have at most {MOST_DIGITS}")
             with _errors_of_the_library():
                 made = Tokenizer.from_str(text)
@@ -222,9 +222,9 @@ class BytePairs(Tokenizer):
 
 
 class OfModel(BytePairs):
-    """The tokenizer that belongs to a model's weights, with the tokens that its settings (tokenizer_config.json) name.
+    """The tokenizer of a model's weights, with the special tokens of its settings (tokenizer_config.json).
 
-    A text that has a class gets the tokens that the tokenizer puts around a text, such as [CLS] and [SEP].
+    A text with a class gets the tokenizer's tokens around a text, such as [CLS] and [SEP].
     """
 
     shift = 0
@@ -265,8 +265,8 @@ class OfModel(BytePairs):
 def from_json(text: str, own_file: Path | None = None) -> Tokenizer:
     """Return the tokenizer that `to_json` wrote. Raises ValueError for one with parts that drivetrain does not train.
 
-    A run may come from a stranger, and some parts of the library take any time and memory, or crash. A text with such parts is
-    read only where the operator's own file of a tokenizer has the same content.
+    A run may be a stranger's, and some parts of the library take any time and memory, or crash. A text with such parts is read
+    only if the operator's own tokenizer file has the same content.
     """
     if text == Bytes().to_json():
         return Bytes()
@@ -281,7 +281,7 @@ def from_json(text: str, own_file: Path | None = None) -> Tokenizer:
 
 
 def _foreign_part(content: object) -> str | None:
-    """The first part of a file of the tokenizers library that is not as `BytePairs.trained` makes it."""
+    """The first part of a file of the tokenizers library that `BytePairs.trained` would not make."""
     if not isinstance(content, dict):
         return "content"
     good = {name: not part for name, part in content.items() if name != "version"}  # most are null
@@ -306,7 +306,7 @@ def _is_plain(part: object, kind: str) -> bool:
 
 @contextlib.contextmanager
 def _errors_of_the_library() -> Iterator[None]:
-    """Raise ValueError for what the library raises: plain Exceptions, and PanicException, which is none."""
+    """Raise ValueError for the library's errors: plain Exceptions, and PanicException, which is not an Exception."""
     try:
         yield
     except BaseException as error:
@@ -315,7 +315,7 @@ def _errors_of_the_library() -> Iterator[None]:
         raise ValueError(next(iter(str(error).splitlines()), type(error).__name__)) from None
 
 
-LARGE = 16 << 20  # bytes of text, from which tokens are kept in files
+LARGE = 16 << 20  # bytes of text from which tokens are kept in files
 SET = "texts"  # the name of the one set in a folder
 
 logger = logging.getLogger(__name__)
@@ -326,21 +326,21 @@ class Document(NamedTuple):
 
     tokens: torch.Tensor
     key: int
-    number: int = 0  # of its class, or whatever whole number belongs to it
+    number: int = 0  # of its class, or another whole number
     end: int = 0  # bytes of the files up to its end
 
 
 @dataclass
 class Work:
-    """The work that makes the documents of some files: those from a number on."""
+    """The work that makes the documents of some files, from a number on."""
 
     documents: Callable[[int], Iterator[Document]]
-    largest: int  # token that there can be; tokens may also be below 0, down to -largest - 1
+    largest: int  # possible token; tokens may also be negative, down to -largest - 1
     files: Mapping[str, str] = field(default_factory=dict)  # name → text, kept with the tokens: a tokenizer
     names: list[str] = field(default_factory=list)  # of the classes: `documents` adds to them
 
     def dtype(self) -> torch.dtype:
-        """Return the smallest type of all tokens; that of bytes has none below 0."""
+        """Return the smallest dtype for all tokens; bytes are unsigned."""
         return torch.uint8 if self.largest < 2**8 else torch.int16 if self.largest < 2**15 else torch.int32
 
 
@@ -352,7 +352,7 @@ class Documents:
         numbers: torch.Tensor | None = None, names: Sequence[str] = (), files: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.content, self.dtype, self.sizes = content, dtype, sizes  # sizes (m,): the number of tokens of each
-        self.begins = sizes.cumsum(0) - sizes  # (m,) where each begins in `tokens`
+        self.begins = sizes.cumsum(0) - sizes  # (m,) the begin of each in `tokens`
         self.keys = keys  # (m,) int64
         self.numbers = torch.zeros_like(sizes) if numbers is None else numbers  # (m,)
         self.names, self.files = names, files or {}  # names of the classes
@@ -366,18 +366,18 @@ class Documents:
         return self.content if isinstance(self.content, torch.Tensor) else self.content.mapped[1].view(self.dtype)
 
     def check(self, which: torch.Tensor) -> None:
-        """Verify documents that are about to be read. Raises DataError."""
+        """Verify documents before reading. Raises DataError."""
         if isinstance(self.content, StoredSamples):
             self.content.check(which)
 
     def fractions(self) -> np.ndarray:
-        """Return a number in [0, 1) for each document (m,), which depends on its text alone."""
+        """Return a number in [0, 1) for each document (m,), which depends only on its text."""
         assert self.keys is not None
         return np.asarray(self.keys.numpy().view(np.uint64).astype(np.float64) / 2**64)
 
     @classmethod
     def of(cls, contents: Sequence[bytes | torch.Tensor], keys: torch.Tensor | None = None) -> Documents:
-        """Return documents in memory, whose tokens are bytes or whole numbers."""
+        """Return documents in memory, with bytes or whole numbers as tokens."""
         parts = [torch.frombuffer(bytearray(each), dtype=torch.uint8) if isinstance(each, bytes) else each for each in contents]
         tokens = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
         return cls(tokens, tokens.dtype, torch.tensor([len(part) for part in parts], dtype=torch.int64), keys)
@@ -438,7 +438,7 @@ def _in_memory(work: Work) -> Documents:
 
 
 def _opened(folder: Path) -> Documents:
-    """Return the documents of a folder. Raises UserError where it is damaged."""
+    """Return the documents of a folder. Raises UserError if it is damaged."""
     index = read_index(folder, TEXTS)
     if index["key"] != folder.name:
         raise damaged(folder / "index.json", "is that of other texts")
@@ -482,7 +482,7 @@ def _write(folder: Path, about: str, prepare: Callable[[], Work], size: int) -> 
 
 
 def _about(index: Path) -> object:
-    """Return what was tokenized into a folder; None where that cannot be read."""
+    """Return a description of a folder's tokenized content; None if it cannot be read."""
     try:
         return json.loads(read_text(index))["about"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,8 +1,7 @@
-"""Changes of a run: overrides on top of others, what two runs' difference claims of training, and its single changes.
+"""Changes of a run: overrides on top of others, the claim of two runs' difference, and its single changes.
 
-Each change that leads from one config to another can be made alone, where the rules of the options allow it.
-
-An option and its keys are one change. Changes that need each other are joined to one.
+Each change from one config to another can be made alone, if the options' rules allow it. An option and its keys are one change.
+Changes that need each other are joined.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from drivetrain.core.options.overrides import format_value, key_of
 from drivetrain.launch.job import Job
 
 STRICTNESS: tuple[Effect, ...] = ("exact", "close", "changes")
-# Values of no group that training does not depend on.
+# Values outside all groups that do not affect training.
 WITHOUT_EFFECT = {
     "log_every", "evaluate_every", "evaluate_batch", "select", "output_dir", "trust", "recipe", "resume", "resume_changed",
 }  # fmt: skip
@@ -33,7 +32,7 @@ def groups_of(overrides: Sequence[str]) -> set[str]:
 
 
 def apply(overrides: Sequence[str], changes: Sequence[str], config_dirs: Sequence[str] = ()) -> list[str]:
-    """Apply `changes` on top of `overrides`: a change replaces its key, and a new option drops keys that it does not have."""
+    """Apply `changes` on top of `overrides`: a change replaces its key, and a new option drops the keys that it lacks."""
     return [*unchanged(overrides, changes, config_dirs), *changes]
 
 
@@ -46,32 +45,32 @@ def unchanged(overrides: Sequence[str], changes: Sequence[str], config_dirs: Seq
 
 
 def with_channels_last(run: RunSpec) -> list[str]:
-    """The override that adds channels_last to the run's edits of the model; none where it is among them or has no effect."""
+    """The override that adds channels_last to the run's edits of the model; none if it is among them or has no effect."""
     edits = run.names("surgery")
     return [] if "channels_last" in edits or not run.model.may_convolve else [f"surgery=[{','.join([*edits, 'channels_last'])}]"]
 
 
 def between(first: Job, other: Job) -> tuple[Effect, list[str]]:
-    """The claim of the difference of two runs: the weakest among the settings that differ, and those that make it."""
+    """The claim of the difference of two runs: the weakest among the differing settings, and the settings that make it."""
     found = [claim for change in Changes(first, other).found() for claim in _claims(change, first, other)]
     weakest = max((effect for _, effect in found), key=STRICTNESS.index, default=STRICTNESS[0])
     return weakest, list(dict.fromkeys(name for name, effect in found if effect == weakest))
 
 
 def _claims(change: Change, first: Job, other: Job) -> Iterator[tuple[str, Effect]]:
-    """The settings that a change sets, as a user writes them, and the effect of each."""
+    """The settings of a change as typed by a user, and the effect of each."""
     group, *names = re.split("[.=]", change.item[0] if change.item else change.key)
     if group not in other.composed.choices:
         yield group if change.item else change.key, "exact" if change.key in WITHOUT_EFFECT else "changes"
         return
     before, after = _options(first, group), _options(other, group)
-    if names:  # a setting of an option that both have
+    if names:  # a setting of an option of both runs
         name, *settings = names if group in LISTS else [*after, *names]
         effect = after[name].key_effects.get(settings[0]) if settings else None
         yield change.key, effect or _weakest([before[name], after[name]])
         return
     apart = {name: option for name, option in (before | after).items() if (name in before) != (name in after)}
-    yield other.run.named(group), _weakest((apart or after).values())  # or the same ones in another order
+    yield other.run.named(group), _weakest((apart or after).values())  # `after`: the same ones in another order
     if group not in LISTS:
         (option,) = after.values()
         old, new = (job.composed.plain[group] for job in (first, other))
@@ -100,13 +99,13 @@ class Change:
     key: str
     good: str
     bad: str
-    overrides: tuple[str, ...] = ()  # none of an item of a list: the whole list is given
-    item: tuple[str, str] | None = None  # the list's group, and the option that one of the two lists; or a stage as it is typed
+    overrides: tuple[str, ...] = ()  # none for an item of a list: the whole list is set
+    item: tuple[str, str] | None = None  # the list's group, and the option in one of the two lists; or a stage as typed
     parts: tuple[Change, ...] = ()  # of joined changes
 
     @property
     def label(self) -> str:
-        """The change as a user would write it."""
+        """The change as typed by a user."""
         if self.item is not None and self.bad == "–":
             return f"{self.item[0]} without {self.good}"
         return self.overrides[0] if self.overrides else self.key
@@ -118,8 +117,8 @@ class Changes:
 
     good: Job
     bad: Job
-    skipped: Set[str] = frozenset()  # keys and groups whose changes are not made
-    not_made: list[str] = field(default_factory=list)  # of these, the keys in which the two differ
+    skipped: Set[str] = frozenset()  # keys and groups to leave unchanged
+    not_made: list[str] = field(default_factory=list)  # of these, the keys that differ between the two
 
     def __post_init__(self) -> None:
         self._old, self._new = self.good.composed.plain, self.bad.composed.plain
@@ -141,7 +140,7 @@ class Changes:
         return [*lists, *(override for change in single for override in change.overrides)]
 
     def _of(self, key: str) -> Iterator[Change]:
-        """The changes of a group, or of a value that belongs to none."""
+        """The changes of a group, or of a value outside all groups."""
         old, new = self.good.composed.choices.get(key), self.bad.composed.choices.get(key)
         before, after = self.good.run.stages, self.bad.run.stages
         if key == STAGES and bool(before) != bool(after) and any(stage.changes for stage in (*before, *after)):
@@ -190,7 +189,7 @@ def joined(parts: Sequence[Change]) -> Change:
 
 
 def in_order(changes: Sequence[Change], can_run: Callable[[Sequence[Change]], bool]) -> list[Change]:
-    """The changes in an order in which the first few of them can always run; those that need each other are joined."""
+    """The changes in an order in which every prefix can run; changes that need each other are joined."""
     done: list[Change] = []
     waiting = list(changes)
     while waiting:
@@ -202,7 +201,7 @@ def in_order(changes: Sequence[Change], can_run: Callable[[Sequence[Change]], bo
 
 
 def _values(key: str, old: object, new: object) -> Iterator[Change]:
-    """The changed values at and below a key. Mappings are compared value by value where they have the same keys."""
+    """The changed values at and below a key. Mappings with the same keys are compared value by value."""
     if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
         for name in new:
             yield from _values(f"{key}.{name}", old[name], new[name])
@@ -223,12 +222,12 @@ def _keys(prefix: str, section: dict[str, Any]) -> Iterator[str]:
 
 
 def _merged(old: Sequence[str], new: Sequence[str]) -> list[str]:
-    """All names of two lists whose common names have the same order, in an order that both keep."""
+    """All names of two lists in an order that fits both; their common names must have the same order."""
     blocks = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     return [name for kind, i, j, k, n in blocks for name in (*old[i:j], *(new[k:n] if kind != "equal" else ()))]
 
 
 def _without_changes(stage: str) -> str:
-    """A stage, as it is typed, without its changes: it lasts as long, with the config of the run."""
+    """A stage, as typed, without its changes: it has the same length and the run's config."""
     until = re.match(r"\{(until:[^,}]+)", stage)
     return f"{{{until[1]}}}" if until else "{}"

@@ -1,4 +1,4 @@
-"""Records what a trainer computes in its first updates. The trainer is the run's own, and so is its step: it is looked at."""
+"""Records the first updates of a trainer. Trainer and step are the run's own, and are only observed."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from drivetrain.measure.certify.judge import (
 from drivetrain.parallel import Parallel
 from drivetrain.precision import Precision
 
-# Products round their inputs too, where these are kept in a wider format.
+# Products also round inputs that are kept in a wider format.
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "linear")
 
 
 class Float64(Precision):
-    """Weights, activations, gradients and optimizer state in float64. Data and first weights are those of the run, converted."""
+    """Weights, activations, gradients and optimizer state in float64. Data and first weights are the run's, converted."""
 
     full_float32 = False
 
@@ -60,7 +60,7 @@ class Float64(Precision):
 
 
 def widen_loss(loss: object) -> None:
-    """Convert what a loss holds, such as class weights or a teacher, to float64."""
+    """Convert a loss's tensors and modules, such as class weights or a teacher, to float64."""
     for name, value in vars(loss).items():
         if isinstance(value, torch.nn.Module):
             value.double()
@@ -72,12 +72,12 @@ def widen_loss(loss: object) -> None:
 class RandomRounding(TorchDispatchMode, ContextDecorator):
     """Changes the result of each operation by a random relative error of at most `roundoff` (Monte Carlo arithmetic).
 
-    Parker 1997; a run with it differs from the exact one as a run in that number format does, and shows how errors grow.
+    Parker 1997. Such a run differs from the exact one like a run in that number format, and shows the growth of errors.
     """
 
     roundoff: float
     seed: int
-    paused: bool = field(default=False, init=False)  # while the tensors are looked at
+    paused: bool = field(default=False, init=False)  # while tensors are read
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -116,7 +116,7 @@ class RandomRounding(TorchDispatchMode, ContextDecorator):
 def watched_modules(recorder: TracingStep) -> Iterator[None]:
     """Within the context the inputs and outputs of the model's modules are recorded, a row for each sample."""
     model, calls = recorder.trainer.model, Counter[str]()
-    update = forward = 0  # the update that is recorded, and its forward
+    update = forward = 0  # the recorded update, and its forward
 
     def begin(model: torch.nn.Module, args: object) -> None:
         nonlocal update, forward
@@ -126,7 +126,7 @@ def watched_modules(recorder: TracingStep) -> Iterator[None]:
             calls.clear()
 
     def keep(name: str, module: torch.nn.Module, *trees_of_call: object) -> None:
-        """Keep the last of what a hook gets: the output of a module, or else its input."""
+        """Keep the last value that a hook gets: the output of a module, or else its input."""
         calls[name] += 1
         if not model.training or not 1 <= forward <= len(recorder.batches):
             return  # an evaluation, or the second pass of a loss that takes two
@@ -148,13 +148,13 @@ def watched_modules(recorder: TracingStep) -> Iterator[None]:
 
 EPOCHS = 2
 PRIME = 2_654_435_761  # Knuth's multiplicative hash
-MOST = 1 << 40  # hashes of samples are below it, so that sums of 8192 of them are exact in float64
+MOST = 1 << 40  # bound of samples' hashes: sums of 8192 of them are exact in float64
 
 
 def plan_of(requests: Iterable[Request], ranks: int) -> dict[str, Array]:
-    """Return for each update of the first epochs: how many samples, their hash, and the sum of the weights / ranks.
+    """Return for each update of the first epochs the number of samples, their hash, and the sum of weights / ranks.
 
-    All three add up over the ranks.
+    All three are sums over the ranks.
     """
     counts, hashes, weights, epochs = [0.0], [0.0], [0.0], []
     for request in requests:
@@ -185,18 +185,18 @@ class RecordingOptions:
     """The options for recording a run."""
 
     updates: int
-    permute: int = 0  # not 0: each micro-batch has its samples in another order, by this seed
+    permute: int = 0  # if not 0, each micro-batch has its samples in another order, by this seed
     float64: bool = False
-    techniques: bool = False  # with float64: the run keeps its own, such as its compiler, and is not made of plain operations
-    roundoff: float = 0.0  # with float64: operations are rounded at random by as much
+    techniques: bool = False  # with float64: the run keeps its techniques, such as its compiler, instead of plain operations
+    roundoff: float = 0.0  # with float64: the relative size of random rounding
     seed: int = 0
-    gradients: bool = True  # they are there between a step's micro-batches and its update
+    gradients: bool = True  # whether they exist between a step's micro-batches and its update
 
 
 def prepared(run: RunSpec, updates: int, **look: Any) -> tuple[RunSpec, RecordingOptions]:
-    """The run recorded instead of another, and its form: in float64 with all its techniques, or as plain operations.
+    """The run to record instead, and its form: in float64 with all its techniques, or as plain operations.
 
-    Those are in one process. Their micro-batches are those of the run's steps and ranks.
+    Plain operations run in one process, with the micro-batches of the run's steps and ranks.
     """
     if look.get("float64"):
         run = run.with_parts(precision=Float64())
@@ -207,16 +207,16 @@ def prepared(run: RunSpec, updates: int, **look: Any) -> tuple[RunSpec, Recordin
 
 
 class TracingStep(WrappingStep):
-    """The run's own step, with a look at the stream, at what stands before and after an update, and at the modules."""
+    """The run's own step, with an observer of the stream, of the state before and after an update, and of the modules."""
 
     def __init__(self, trainer: Trainer, look: RecordingOptions) -> None:
         super().__init__(trainer.step)
         self.look, self.trace = look, Trace()
         self.noise = RandomRounding(look.roundoff, look.seed) if look.roundoff else None
-        self.number = self.attempt = 1  # of the update; of attempts those that were skipped count too
+        self.number = self.attempt = 1  # of the update; of attempts, skipped ones included
         self.rows: dict[Key, list[TracedRows]] = {}
         self.batches: list[tuple[int, torch.Tensor]] = []  # of the update so far: samples, and the indices of counted ones
-        self.before: float | None = None  # the running sum of losses before this update, once that has begun
+        self.before: float | None = None  # the running sum of losses before this update, once it has begun
         evaluator, batches = trainer.evaluator, EVALUATED_BATCHES * trainer.batch.accumulation_steps
         self.trainer = replace(
             trainer,
@@ -231,7 +231,7 @@ class TracingStep(WrappingStep):
         )
 
     def run(self) -> Trace | None:
-        """Train the first updates and return what was computed, on rank 0; None on other ranks."""
+        """Train the first updates and return their trace on rank 0; None on other ranks."""
         look, trainer, parallel = self.look, self.trainer, self.trainer.parallel
         for name, values in plan_of(trainer.requests(), parallel.data_world.size).items():
             self._add("samples", name, TracedTensor(values, 0.0, values.shape), 0)
@@ -283,7 +283,7 @@ class TracingStep(WrappingStep):
         return self.made
 
     def zero_grad(self) -> None:
-        """Keep what the update left: this is called once scheduler and average have followed it."""
+        """Keep the state after the update: this is called after scheduler and average."""
         if self.made:
             self._after_update()
             self.number += 1
@@ -327,8 +327,8 @@ class TracingStep(WrappingStep):
             self.noise.paused = False
 
     def _watch(self, stream: Stream) -> Stream:
-        """Note which samples each micro-batch has; permute and widen them where that is asked."""
-        for batch, request in zip(stream, self.trainer.requests(), strict=False):  # micro-batches come in their order
+        """Note each micro-batch's samples; permute and widen them if requested."""
+        for batch, request in zip(stream, self.trainer.requests(), strict=False):  # micro-batches arrive in order
             indices = request.indices.cpu()
             if self.look.permute:
                 generator = torch.Generator().manual_seed(self.look.permute)
@@ -352,10 +352,10 @@ class TracingStep(WrappingStep):
             self.rows.setdefault((self.number, phase, name), []).append(TracedRows(kept.numpy(), values, rounding, shape))
 
     def _before_optimizer(self) -> None:
-        """Keep the gradients as the optimizer gets them: unscaled and clipped.
+        """Keep the optimizer's gradients, unscaled and clipped.
 
-        Not where ranks divide the weights, and the optimizer has others in their place: it has copies of this rank's parts, or
-        those that this rank updates for all.
+        Skipped where ranks divide the weights and the optimizer has other tensors: copies of this rank's parts, or weights that
+        this rank updates for all.
         """
         has_own, own = self.trainer.precision.owns_weights, dict(self._parameters())
         if self.trainer.parallel.whole_updates or (self._sharded() and has_own):
@@ -375,7 +375,7 @@ class TracingStep(WrappingStep):
         total = trainer.parallel.all_reduce_sum(torch.full_like(trainer.log.loss_sum, self.loss))
         self._add("loss", "", of_numbers(float(total) / trainer.parallel.data_world.size, rounding=FLOAT32))
         for name, buffer in trainer.model.named_buffers():
-            if not buffer.is_meta:  # that of another stage of a pipeline
+            if not buffer.is_meta:  # of another stage of a pipeline
                 self._add("buffers", name, of_tensor(whole(buffer)))
         elsewhere = self._sharded() or trainer.parallel.whole_updates
         for member in [] if elsewhere else getattr(trainer.optimizer, "members", [trainer.optimizer]):
@@ -384,7 +384,7 @@ class TracingStep(WrappingStep):
                     kept = {key: value for key, value in member.state.get(p, {}).items() if isinstance(value, torch.Tensor)}
                     for key, value in kept.items():
                         self._add("optimizer state", f"{key} of {name}", of_tensor(value))
-        for phase, name, entry in self._changing():  # its rounding is that of the tensor itself
+        for phase, name, entry in self._changing():  # with the rounding of the tensor itself
             self._add(phase, name, replace(entry, values=entry.values - self.first[phase, name].values))
         if self.number == 1:
             unlike = ("params", "param_names", "lr", "initial_lr")
@@ -397,7 +397,7 @@ class TracingStep(WrappingStep):
         return [(name, p) for name, p in self.trainer.model.named_parameters() if not p.is_meta]
 
     def _changing(self) -> Iterator[tuple[str, str, TracedTensor]]:
-        """The weights, and the averaged weights and buffers where this process has all of them: phase, name, value."""
+        """The weights, and if this process has all of them the averaged weights and buffers: phase, name, value."""
         for name, p in self._parameters():
             yield "weights", name, of_tensor(whole(p))
         averaged = {} if self._sharded() else self.trainer.ema.state_dict().get("tensors", {})
@@ -415,7 +415,7 @@ class TracingStep(WrappingStep):
                 yield name, group
 
     def _merged(self, ranks: list[tuple[int, Trace, dict[Key, list[TracedRows]]]]) -> Trace | None:
-        """Put the ranks' traces together, on rank 0: its own state, what only others have, and the samples of all."""
+        """Merge the ranks' traces on rank 0: its own state, the parts that only others have, and the samples of all."""
         if self.trainer.parallel.world.rank:
             return None
         trace: Trace = ranks[0][1]

@@ -1,4 +1,4 @@
-"""`drivetrain recipe verify`: measures again what a recipe claims, and answers by kind.
+"""`drivetrain recipe verify`: measures the claims of a recipe again, and answers by kind.
 
 The speed is measured as `drivetrain compare` does, in turns with the claim's baseline. Everything else is measured by training
 the recipe to its end with seeds that the claim did not have.
@@ -33,12 +33,12 @@ from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 
 HOLDS, REFUTED, UNTOLD, SKIPPED = "holds", "does not hold", "cannot be told here", "not measured"
-NOTHING_TOLD = 4  # the exit code where nothing was refuted, and nothing could be decided
+NOTHING_TOLD = 4  # the exit code if nothing was refuted and nothing could be decided
 LEVEL = 0.02  # of a refutation by chance
 FLOOR = 0.005  # a metric may always be worse by this share of its mean
-WIDE = 0.05  # chance that allows a larger share confirms nothing, unless it is within 2 standard deviations of the new seeds
+WIDE = 0.05  # a larger allowance for chance confirms nothing, unless within 2 standard deviations of the new seeds
 MIN_FREEDOM = 3  # degrees of freedom of a spread that may confirm a claim
-MORE_MEMORY, MORE_ENERGY = 0.10, 0.25  # that runs may need beyond the claim
+MORE_MEMORY, MORE_ENERGY = 0.10, 0.25  # shares that runs may need beyond the claim
 SLOWER = 2.0  # a machine's speed may differ by this factor from one hour to the next, and the median updates of a few seeds
 
 
@@ -63,7 +63,7 @@ class Differences:
 
     @classmethod
     def of(cls, claim: claims.Claim, kind: str | None, device: str | None, data: object = None) -> Differences:
-        """The differences of what ran here, on this device; `data` is the fingerprint of what it read, where that is known."""
+        """The differences of a run on this device; `data` is the fingerprint of its data, if known."""
         versions = [(name, claimed, environment.version(name)) for name, claimed in claim.versions.items()]
         other = [
             f"{name} {here}, claimed with {claimed}"
@@ -94,7 +94,7 @@ def _other_data(claimed: claims.DataSection, here: object) -> str:
 
 @dataclass
 class ClaimRuns:
-    """Runs that were trained here to test a claim."""
+    """Runs trained here to test a claim."""
 
     runs: list[Facts]
     differ: Differences
@@ -103,10 +103,10 @@ class ClaimRuns:
 
 @dataclass(frozen=True)
 class OfRuns:
-    """One kind of claim: how it is made of runs, and when it holds.
+    """One kind of claim: its computation from runs, and its test.
 
-    `made` gets the runs, and the metric that is claimed with its set, where that is not the one that judges them; it gives None
-    where they did not measure it. `judge` gets the claim, the same of new runs, and what was seen, and gives the outcome and why.
+    `made` gets the runs, and the claimed metric with its set if it differs from the judging one; it returns None if they did
+    not measure it. `judge` gets the claim, the same figure of new runs, and the runs, and returns the outcome and the reason.
     """
 
     key: str
@@ -121,7 +121,7 @@ class OfRuns:
         return f"another device: {differ.device or differ.kind}" if self.needs_device and (differ.device or differ.kind) else ""
 
     def answer(self, claim: claims.Claim, seen: ClaimRuns) -> Answer:
-        """The answer whether a claim holds of the runs that were trained here."""
+        """The answer whether a claim holds for the runs trained here."""
         metric, of_set = (claim.quality.metric, claim.quality.set) if claim.quality is not None else (None, None)
         claimed, again = claim.kinds()[self.key], self.made(seen.runs, metric, of_set)
         if failed := next((run for run in seen.runs if run.error is not None), None):
@@ -166,21 +166,21 @@ def same_metric(claimed: claims.Quality, again: claims.Quality, seen: ClaimRuns)
     more = f"too few seeds: set seeds={max(5, 2 * again.n)}"
     if freedom < MIN_FREEDOM:
         return UNTOLD, f"{more} ({claimed.n} and {again.n} runs hardly show the spread)"
-    # Of the new seeds alone: else a claim with a large spread would allow itself what it likes.
+    # Only of the new seeds: else a claim with a large spread would allow itself anything.
     if worse_by > FLOOR * abs(claimed.mean) and by_chance > max(WIDE * abs(claimed.mean), 2 * (again.sd or 0.0)):
         return UNTOLD, f"{more} (it is {word} by {worse_by:.2g}, and chance allows {by_chance:.2g})"
     return HOLDS, f"not {word} by more than {allowed:.2g} (t-test at {100 * LEVEL:g} %, at least {100 * FLOOR:g} %)"
 
 
 def time_to_target(runs: Sequence[Facts], metric: str | None, of_set: str | None) -> claims.Target | None:
-    """The time when a metric of the runs reached their target; one that did not is the slowest."""
+    """The time at which a metric of the runs reached their target; a run that did not counts as the slowest."""
     if (reach := runs[0].reach) is None:
         return None
     there = [run for run in runs if run.updates_to_target is not None]
     never = [math.inf] * (len(runs) - len(there))
     updates = [run.updates_to_target for run in there if run.updates_to_target is not None]
     seconds = [run.seconds_to_target for run in there if run.seconds_to_target is not None]
-    several = 2 * len(there) > len(runs)  # else their median is endless
+    several = 2 * len(there) > len(runs)  # else their median is infinite
     return claims.Target(
         reach, len(there), len(runs), rounded(statistics.median([*updates, *never])) if several else None,
         None if never else max(updates),
@@ -189,7 +189,7 @@ def time_to_target(runs: Sequence[Facts], metric: str | None, of_set: str | None
 
 
 def as_soon(claimed: claims.Target, again: claims.Target, seen: ClaimRuns) -> tuple[str, str]:
-    """Exact tests of how many seeds reached the target, and of whether every one was slower."""
+    """Exact tests of the number of seeds that reached the target, and of every one being slower."""
     fewer = chance_of_fewer(again.reached, again.n, claimed.reached, claimed.n)
     found = [run.updates_to_target for run in seen.runs]
     slower = claimed.slowest is not None and all(u is None or u > claimed.slowest for u in found)
@@ -218,7 +218,7 @@ def used(
     joined: Callable[[Sequence[float]], float],
     more: float,
 ) -> OfRuns:
-    """The kind of what a run uses of its device: `joined` of all runs; others may use this `more`."""
+    """The kind of a device's resource: `joined` over all runs; new runs may use `more` of it."""
 
     def made(runs: Sequence[Facts], metric: str | None, of_set: str | None) -> claims.Kind | None:
         found = [value for run in runs if (value := of(run))]
@@ -247,12 +247,12 @@ def chance_of_fewer(reached: int, n: int, claimed: int, of: int) -> float:
 
 
 def rounded(value: float) -> float:
-    """A figure with six digits, as it is written; a whole number has no point."""
+    """A figure with six digits; a whole number has no point."""
     found = float(f"{value:.6g}")
     return int(found) if found.is_integer() and abs(found) >= 10 else found
 
 
-TOLERANCE, LOOSE = 0.05, 0.2  # the measured interval may end so far below the claimed one, and below the claimed ratio
+TOLERANCE, LOOSE = 0.05, 0.2  # the measured interval may end this far below the claimed one, and below the claimed ratio
 HEADER = ("claim", "claimed", "measured here", "answer", "because")
 
 
@@ -260,7 +260,7 @@ HEADER = ("claim", "claimed", "measured here", "answer", "because")
 class VerifySettings(compare.CompareSettings):
     """The settings of `drivetrain recipe verify`."""
 
-    quick: bool = False  # the speed alone
+    quick: bool = False  # only the speed
 
 
 @dataclass
@@ -270,8 +270,8 @@ class Verified:
     recipe: Recipe
     answers: list[Answer]
     job: Job
-    comparison: compare.Comparison | None  # with the baseline, where a speed is claimed
-    runs: list[Facts]  # that were trained
+    comparison: compare.Comparison | None  # with the baseline, if a speed is claimed
+    runs: list[Facts]  # trained here
 
     @property
     def code(self) -> int:
@@ -304,7 +304,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
 def verify(
     recipe: Recipe, overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), settings: VerifySettings | None = None
 ) -> Verified:
-    """Measure a recipe's claim again, and answer each kind of it. Raises UserError where it has none, or cannot be composed.
+    """Measure a recipe's claim again, and answer each kind of it. Raises UserError if it has none, or cannot be composed.
 
     It forks, so the calling process must not have used CUDA.
     """
@@ -347,7 +347,7 @@ def verify(
 def both_sides(
     recipe: Recipe, speed: claims.Speed | None, overrides: Sequence[str], config_dirs: Sequence[str]
 ) -> list[VariantSpec]:
-    """The baseline of a claim of speed, where there is one, and the recipe as it is. Raises UserError with every problem."""
+    """The baseline of a claim of speed, if there is one, and the unchanged recipe. Raises UserError with every problem."""
     given, specs, own_saving = [f"recipe={recipe.word}", *overrides], [], False
     if speed is not None:
         own_saving = any(key.split(".")[0] == "saving" for key in speed.against)
@@ -364,7 +364,7 @@ def both_sides(
 def train(spec: VariantSpec, claim: claims.Claim, seeds: Sequence[int], asked: Sequence[OfRuns]) -> ClaimRuns:
     """Train with these seeds; with the first alone if it fails, or shows that no asked figure can be decided here.
 
-    Raises UserError where the run cannot be built, unless that may be because the device is another one than the claim's.
+    Raises UserError where the run cannot be built, unless the cause may be a device other than the claim's.
     """
     job = variants.baseline_job([spec])
     reach, kind = Reach.parse(claim.target.reach) if claim.target is not None else None, job.run.runtime.device_type()
@@ -384,7 +384,7 @@ def train(spec: VariantSpec, claim: claims.Claim, seeds: Sequence[int], asked: S
 
 
 def judge(claim: claims.Claim, base: compare.Row, row: compare.Row, kind: str | None = None) -> Answer:
-    """The answer on a claim of speed whose variants were measured again, on a device of this kind."""
+    """The answer on a claim of speed after measuring its variants on a device of this kind."""
     speed = claim.speed
     assert speed is not None
     differ = Differences.of(claim, row.device_type or kind, row.device)
