@@ -1,18 +1,17 @@
 """A run that was stopped anywhere, by whatever, and gone on with ends as if nothing had happened."""
 
-import fcntl
 import json
 import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from drivetrain.run import directory
 from tests.support.command import (
     OWN,
     TINY,
@@ -212,14 +211,6 @@ def age(run_dir: Path, hours: float) -> Path:
     return run_dir
 
 
-@contextmanager
-def holding(run_dir: Path) -> Iterator[None]:
-    """Be the process that has this run."""
-    with (run_dir / ".lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def test_resume_auto(small: Path, tmp_path: Path) -> None:
     """The newest unfinished run of the same config, that nobody holds; else a new one."""
     older = age(copy(small, tmp_path, "interrupted", keep=1), 5)
@@ -232,7 +223,7 @@ def test_resume_auto(small: Path, tmp_path: Path) -> None:
     (other / "environment.json").write_text(json.dumps({**about, "config_hash": "0" * 16}))
     age(other, 2)
     age(copy(small, tmp_path, "completed"), 1)
-    with holding(held):
+    with directory.locked(held):
         for expected in (newer, older, None):
             ended = train(*SMALL, "resume=auto", cwd=tmp_path, code=0)
             if expected is not None:

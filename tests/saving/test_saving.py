@@ -204,7 +204,7 @@ def test_what_is_written_is_a_copy_of_the_save(tmp_path, held):
     assert checkpoint_io.load(tmp_path / "checkpoints/1")[1]["optimizer"]["moment"].tolist() == [0, 0, 0]
 
 
-def test_a_save_waits_for_the_write_before(tmp_path, held):
+def test_a_save_waits_for_the_write_before(tmp_path, held, monkeypatch):
     begun, go_on, calls = held
     writer, progress = Writer(tmp_path, Last(asynchronous=True), Parallel(), contextlib.nullcontext), Progress(updates=1)
     writer.save(stub(torch.zeros(3), progress))
@@ -216,12 +216,10 @@ def test_a_save_waits_for_the_write_before(tmp_path, held):
         go_on.set()
         join(thread, timeout)
 
-    threading.Thread.join = joined  # type: ignore[method-assign]
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", joined)
         progress.updates = 2
         writer.save(stub(torch.ones(3), progress))
-    finally:
-        threading.Thread.join = join  # type: ignore[method-assign]
     writer.wait()
     assert calls == ["begins 1", "waits for saving", "ends 1", "begins 2", "ends 2"]
     assert safetensors.torch.load_file(tmp_path / "checkpoints/2/model.safetensors")["w"].tolist() == [1, 1, 1]
@@ -320,29 +318,14 @@ def test_a_run_does_not_begin_on_a_full_disk(disk, tiny):
     assert sorted(p.name for p in disk.iterdir()) == ["filled"]
 
 
-class Refusing:
-    """A file that refuses a time."""
-
-    def __init__(self, file, code: int) -> None:
-        self.file, self.code = file, code
-
-    def write(self, text: str) -> None:
-        if self.code:
-            raise OSError(self.code, os.strerror(self.code))
-        self.file.write(text)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
 def test_an_error_of_the_disk_names_the_file_of_a_record_and_of_anything_else(tmp_path, code):
+    def refuses(_: str) -> None:
+        raise OSError(code, os.strerror(code))
+
     log = Files()
     log.start(tmp_path, 0)
-    log._file = Refusing(log._file, code)
+    log._file = SimpleNamespace(write=refuses, flush=lambda: None, close=log._file.close)
     (tmp_path / space.RESERVE).write_bytes(bytes(10))
     with pytest.raises(CannotSave, match=f"metrics.jsonl could not be written to {tmp_path}: {os.strerror(code)}"):
         log.log({"update": 1})
