@@ -8,8 +8,10 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic, sleep  # whose names in `time` tests replace
 from typing import Any
 
 import pytest
@@ -33,6 +35,8 @@ fork_server.do_not_wait_for_the_disk()
 logging.getLogger().setLevel(logging.INFO)  # what a run says of itself; pytest's log_level would set it 12 times a test
 
 NUMBERS = itertools.count()
+UNTIL: list[tuple[float, pytest.Item, Any]] = []  # when the running test is stuck
+WATCHES: list[threading.Thread] = []
 OF_LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TINY = [
     "data=synthetic", "data.shape=[3,8,8]", "data.classes=4", "data.samples=48", "data.test_samples=20",
@@ -48,11 +52,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(3600))
 
 
-@pytest.hookimpl(hookwrapper=True, optionalhook=True)
-def pytest_timeout_cancel_timer(item: pytest.Item) -> Iterator[None]:
-    """Forget a test's timer: every process that is forked goes through all threads there were, as long as something has them."""
-    yield
-    vars(item).pop("cancel_timeout", None)
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """Let one thread watch the limits of all tests: to start and end a timer for each takes as long as half of the tests."""
+    UNTIL[:] = [(monotonic() + settings.timeout, item, settings)]
+    if not WATCHES:
+        WATCHES.append(threading.Thread(target=_watch, name="limits of time", daemon=True))
+        WATCHES[0].start()
+    return True
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
+    UNTIL.clear()
+    return True
+
+
+def _watch() -> None:
+    from pytest_timeout import timeout_timer
+
+    while True:
+        sleep(1)
+        for until, item, settings in UNTIL[:]:
+            if monotonic() > until:
+                timeout_timer(item, settings)  # which ends this process with the stacks of its threads
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
