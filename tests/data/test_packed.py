@@ -1,5 +1,6 @@
 """Images packed once: the same samples as their source gives, whatever was killed on the way, and no bit changed since."""
 
+import itertools
 import json
 import os
 import pickle
@@ -306,6 +307,18 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in (".lock",)}
 
 
+def kill_at_each_third_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its samples are on the disk, and the journal does not count them."""
+    write, written = stored.write_json, itertools.count(1)
+
+    def killed(path: Path, content: object) -> None:
+        if next(written) % 3 == 0:
+            raise KeyboardInterrupt
+        write(path, content)
+
+    monkeypatch.setattr(stored, "write_json", killed)
+
+
 @pytest.mark.parametrize(
     "form", [[], pytest.param(["--jpeg", "--quality", "70"], marks=pytest.mark.slow)], ids=["decoded", "jpeg"]
 )
@@ -314,16 +327,7 @@ def test_a_killed_packing_goes_on_to_the_same_bytes(images, tmp_path, form, monk
     monkeypatch.setattr(stored, "CHUNK", 12_000)
     root, out = images(60), tmp_path / "killed"
     pack(root, tmp_path / "whole", "--size", "16", "--threads", "1", *form)
-    write, times = stored.write_json, 0
-
-    def killed(path: Path, content) -> None:
-        nonlocal times
-        times += 1
-        if times % 3 == 0:
-            raise KeyboardInterrupt  # the samples are on the disk, and the journal does not count them
-        write(path, content)
-
-    monkeypatch.setattr(stored, "write_json", killed)
+    kill_at_each_third_write(monkeypatch)
     attempts = 0
     while main.main(["pack", str(root), str(out), "--size", "16", "--threads", "3", *form]) == 75:
         attempts += 1

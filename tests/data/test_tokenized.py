@@ -24,6 +24,7 @@ from drivetrain.data.jsonl import Jsonl, TextFiles
 from drivetrain.loader import Loader, Pipeline
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
+from tests.data.test_packed import kill_at_each_third_write
 from tests.loader.test_loader import requests
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -114,16 +115,7 @@ def test_a_killed_tokenizing_goes_on_to_the_same_bytes(texts, large, kind, monke
     (whole,) = (texts.parent / "cache").iterdir()
     expected = {p.name: p.read_bytes() for p in whole.iterdir()}
     shutil.rmtree(whole)
-    write, times = stored.write_json, 0
-
-    def killed(path: Path, content: object) -> None:
-        nonlocal times
-        times += 1
-        if times % 3 == 0:
-            raise KeyboardInterrupt
-        write(path, content)
-
-    monkeypatch.setattr(stored, "write_json", killed)
+    kill_at_each_third_write(monkeypatch)
     attempts = 0
     while not (whole / "index.json").exists():
         attempts += 1
