@@ -1,4 +1,4 @@
-"""The schema of a table: how its columns become inputs and targets. It is decided once, on the training file, and kept."""
+"""The schema of a table: how its columns become inputs and targets. It is determined once, on the training file, and saved."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from drivetrain.data.tables import MISSING, NO_NAME
 
 
 def mean_and_std(values: np.ndarray) -> tuple[float, float]:
-    """Return the mean and the deviation of numbers; 1 where they are all alike but for rounding, as scikit-learn has it."""
+    """Return the mean and the deviation of numbers; 1 if they are equal up to rounding, as in scikit-learn."""
     if not len(values):
         return 0.0, 1.0
     mean, variance, eps = float(values.mean()), float(values.var()), 2.0**-52
@@ -45,29 +45,29 @@ def mean_and_std(values: np.ndarray) -> tuple[float, float]:
 
 
 ColumnType = Literal["number", "category", "date", "text"]
-TYPES = (*get_args(ColumnType), "unused")  # that the user may give
-MAX_CATEGORIES = 1000  # of one column; more are texts or numbers of rows, not categories
+TYPES = (*get_args(ColumnType), "unused")  # that the user may set
+MAX_CATEGORIES = 1000  # of one column; with more it holds texts or row numbers, not categories
 NO_VALUE = "(missing)"  # the category of a missing text
 NEARLY_ALL = 0.9
-SHOWN, FIRST_ROWS = 3, 100  # values of a column that are named, and rows that give the examples
+SHOWN, FIRST_ROWS = 3, 100  # shown values of a column, and rows to take examples from
 ID = re.compile(r"(?i:(.*[_ -])?(id|uuid|guid|no|nr|number|key|code)|index|row(_?id)?)|.*[a-z](Id|ID)")  # names of such columns
-FEW_ROWS = 20  # too few to say that something looks wrong
+FEW_ROWS = 20  # too few to judge that something looks wrong
 NUMBER = "number"
 BOOLEAN = "boolean"
-LARGEST = 3.4028234663852886e38  # of float32, in which models compute
+LARGEST = 3.4028234663852886e38  # of float32, the dtype of models
 
 
 @dataclass
 class Column:
-    """The column of a table: how it is read, and, where it is an input, how its values are encoded."""
+    """A column of a table: how to read it, and for an input how to encode its values."""
 
     name: str
     type: ColumnType
-    # Of a number: its Style; of a date: the form, and its number of parts; of a category: whether of truths; of a text: the
-    # tokens that a model reads of it, at most.
+    # Of a number: its Style; of a date: the form, and its number of parts; of a category: whether it holds truths; of a text:
+    # the most tokens that a model reads of it.
     style: Any = None
     categories: list[str] | None = None
-    mean: list[float] = field(default_factory=list)  # also what fills a missing number; of a date one for each part
+    mean: list[float] = field(default_factory=list)  # also replaces a missing number; of a date one for each part
     std: list[float] = field(default_factory=list)
 
     def read(self, cells: Cells) -> np.ndarray | Words:
@@ -94,11 +94,11 @@ class Column:
                 f"{', '.join(map(repr, wrong[:5]))}{' …' if len(wrong) > 5 else ''}, "
                 f"and {'the training rows have' if self.mean else 'it is to hold'} {self.type}s there{forms}"
             )
-        nothing = np.full((1, *numbers.shape[1:]), np.nan)  # of rows without a word
+        nothing = np.full((1, *numbers.shape[1:]), np.nan)  # for rows without a word
         return np.asarray(np.concatenate([numbers, nothing])[values.codes])
 
     def learn(self, values: np.ndarray | Words, normalize: bool) -> None:
-        """Find the categories, or mean and deviation, of training rows. Raises UserError."""
+        """Find the categories, or the mean and deviation, of training rows. Raises UserError."""
         if self.type == "text":
             return
         if isinstance(values, Words):
@@ -115,7 +115,7 @@ class Column:
         self.mean, self.std = [mean for mean, _ in scales], [std for _, std in scales]
 
     def encode(self, values: np.ndarray | Words, into: np.ndarray) -> None:
-        """Write the inputs (n, outputs) into zeros. A category that no training row has stays all zeros."""
+        """Write the inputs (n, outputs) into zeros. A category that is in no training row stays all zeros."""
         if isinstance(values, Words):
             codes = self._codes(values)
             rows = np.flatnonzero(codes < self.outputs)
@@ -125,7 +125,7 @@ class Column:
         into[:] = (np.where(np.isnan(values), self.mean, values) - self.mean) / self.std
 
     def unknown(self, values: np.ndarray | Words) -> tuple[int, list[str]]:
-        """Return how many values are categories that no training row has, and these."""
+        """Return the number of values whose category is in no training row, and these categories."""
         if not isinstance(values, Words) or self.type == "text":
             return 0, []
         rows = values.codes[self._codes(values) == self.outputs]
@@ -137,13 +137,13 @@ class Column:
 
     @property
     def outputs(self) -> int:
-        """The number of inputs of the model that it becomes, at most."""
+        """The largest number of the model's inputs that it is encoded as."""
         if self.type == "text":
             return int(self.style)
         return len(self.mean) if self.categories is None else len(self.categories)
 
     def kind(self) -> str:
-        """Return what it became, in words."""
+        """Return a description of its encoding."""
         if self.type == "category":
             return "a category" if self.categories is None else f"{len(self.categories)} categories"
         if self.type == "text":
@@ -157,14 +157,14 @@ class Column:
 
 @dataclass
 class TableSchema:
-    """The columns of a table that can be read, in its order."""
+    """The readable columns of a table, in its order."""
 
     columns: dict[str, Column]
     missing: tuple[str, ...] = MISSING
     inputs: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)  # column → why
-    doubts: dict[str, str] = field(default_factory=dict)  # column → what looks wrong
-    mixed: set[str] = field(default_factory=set)  # columns of numbers with a text among them
+    doubts: dict[str, str] = field(default_factory=dict)  # column → a likely mistake in it
+    mixed: set[str] = field(default_factory=set)  # columns of numbers that also contain a text
 
     @classmethod
     def decided(
@@ -176,9 +176,9 @@ class TableSchema:
         hint: str = "",
         targets: Sequence[str] = (),
     ) -> TableSchema:
-        """Return the schema of a training file. `types` are those that the user gives; `hint` is its likelier decimal mark.
+        """Return the schema of a training file. `types` are the user's; `hint` is the file's likelier decimal mark.
 
-        A target is no date. Raises UserError where a number can be read in two ways.
+        A target is never a date. Raises UserError if a number can be read in two ways.
         """
         schema, styles = cls({}, missing), dict[str, list[Style]]()
         for name, values in cells.columns.items():
@@ -212,9 +212,9 @@ class TableSchema:
         if wanted == "date":
             form = date_form(values) if isinstance(values, Words) else None
             texts = values.texts if isinstance(values, Words) else []
-            likeliest = max(("", *FORMS), key=lambda form: read_dates(texts, form, 4)[1].sum())  # which refuses the wrong cells
+            likeliest = max(("", *FORMS), key=lambda form: read_dates(texts, form, 4)[1].sum())  # it refuses the wrong cells
             return Column(name, "date", form or [likeliest, 4])
-        if not styles and isinstance(values, Words):  # so that what does not fit is refused
+        if not styles and isinstance(values, Words):  # so that other cells are refused
             styles = [max((Style(*marks) for marks in STYLES), key=lambda style: style.numbers(values.words)[1].sum())]
         return Column(name, "number", asdict(styles[0]))
 
@@ -259,12 +259,12 @@ class TableSchema:
         return Cells(values, cells.source, cells.lines, cells.numbers)
 
     def learn(self, rows: Cells, normalize: bool) -> None:
-        """Learn how the inputs are encoded, of training rows that `read` gave."""
+        """Fit the encoding of the inputs to training rows from `read`."""
         for name in self.inputs:
             self.columns[name].learn(rows.columns[name], normalize)
 
     def encode(self, rows: Cells) -> torch.Tensor:
-        """Return inputs float32 (n, d) of rows that `read` gave."""
+        """Return inputs float32 (n, d) of rows from `read`."""
         encoded, first = np.zeros((len(rows), self.outputs), np.float32), 0
         for column in (self.columns[name] for name in self.inputs):
             column.encode(rows.columns[column.name], encoded[:, first : first + column.outputs])
@@ -272,9 +272,9 @@ class TableSchema:
         return torch.from_numpy(encoded)
 
     def leave_out_ids(self, cells: Cells, named: Collection[str], texts: bool) -> None:
-        """Take out the inputs that only name the rows: different in every row, called an id or a text, not `named` by the user.
+        """Leave out inputs that only identify rows: different in every row, called an id or a text, not `named` by the user.
 
-        Texts stay where the model reads `texts`.
+        Texts stay if the model reads `texts`.
         """
         for name in [name for name in self.inputs if name not in named]:
             values, column = cells.columns[name], self.columns[name]
@@ -287,7 +287,7 @@ class TableSchema:
                 self.doubts.pop(name, None)
 
     def described_row(self, encoded: np.ndarray) -> dict[str, str]:
-        """Return the inputs as text that `encode` made numbers (d,) of: a missing number is the mean."""
+        """Return the inputs as text from their encoding (d,) by `encode`: a missing number is the mean."""
         found, first = {}, 0
         for name in self.inputs:
             column = self.columns[name]
@@ -301,11 +301,11 @@ class TableSchema:
 
     @property
     def text(self) -> str | None:
-        """The input that is a text, which is then the only one; None where there is none."""
+        """The input that is a text, and then the only input; None without one."""
         return next((name for name in self.inputs if self.columns[name].type == "text"), None)
 
     def read_as_text(self, cells: Cells, types: Mapping[str, str], length: int) -> None:
-        """Make the one column of texts the only input. `types` are those that the user gives. Raises UserError."""
+        """Make the one column of texts the only input. `types` are the user's. Raises UserError."""
         found = [name for name in self.inputs if types.get(name) == "text"]
         is_text = {n: column.type == "category" and not column.style and not types.get(n) for n, column in self.columns.items()}
         found = found or [name for name in self.inputs if is_text[name]]
@@ -321,7 +321,7 @@ class TableSchema:
         self.doubts = {name: doubt for name, doubt in self.doubts.items() if name not in {*found, *self.left_out}}
 
     def unknown(self, rows: Cells) -> Iterator[tuple[str, int, list[str]]]:
-        """Yield each input with categories that no training row has, the number of such rows, and these categories."""
+        """Yield each input with categories that are in no training row, the number of such rows, and these categories."""
         for name in self.inputs:
             count, found = self.columns[name].unknown(rows.columns[name])
             if count:
@@ -329,16 +329,16 @@ class TableSchema:
 
     @property
     def plain(self) -> list[str]:
-        """The columns of numbers that can be read as they are."""
+        """The columns of numbers in plain notation."""
         return [name for name, column in self.columns.items() if column.style == PLAIN_MARKS]
 
     @property
     def outputs(self) -> int:
-        """The number of inputs of the model that a row becomes."""
+        """The number of the model's inputs from a row."""
         return sum(self.columns[name].outputs for name in self.inputs)
 
     def described(self) -> str:
-        """Return in short what the inputs became, and what was left out."""
+        """Return a short description of the inputs' encoding, and of the columns left out."""
         numbers = [name for name in self.inputs if self.columns[name].type == NUMBER]
         parts = [f"{len(numbers)} number{'s' * (len(numbers) != 1)} ({named(numbers, 5)})"] if numbers else []
         parts += [f"{name} {self.columns[name].kind()}" for name in self.inputs if self.columns[name].type != NUMBER][:10]
@@ -346,7 +346,7 @@ class TableSchema:
         return f"inputs: {', '.join(parts)}{left}"
 
     def to_json(self) -> str:
-        """Return the schema as text, to be kept with the run."""
+        """Return the schema as text, for the run's files."""
         return json.dumps(
             {"missing": self.missing, "inputs": self.inputs, "columns": [asdict(column) for column in self.columns.values()]},
             indent=1,
@@ -354,7 +354,7 @@ class TableSchema:
 
     @classmethod
     def from_json(cls, text: str) -> TableSchema:
-        """Return the schema that `to_json` wrote. Raises ValueError where no run wrote it: its folder may be a stranger's."""
+        """Return the schema that `to_json` wrote. Raises ValueError if no run wrote it: the folder may be a stranger's."""
         content = parse_json(text)
         if not (isinstance(content, dict) and content.keys() == KEYS.keys() and all(fits(content[k], KEYS[k]) for k in KEYS)):
             raise ValueError("it is no schema of a table")
@@ -369,7 +369,7 @@ class TableSchema:
 
 
 def _why_not(name: str, values: np.ndarray | Words) -> str:
-    """Return why a column can be no input; "" where it can."""
+    """Return why a column cannot be an input; "" if it can."""
     if name == NO_NAME:
         return "it has no name: an index"
     return "it has no value" if isinstance(values, Words) and not len(values.words) else ""
@@ -378,9 +378,9 @@ def _why_not(name: str, values: np.ndarray | Words) -> str:
 def columns_of(
     schema: TableSchema, cells: Cells, targets: Sequence[str], classes: Sequence[str] | None, refused: Mapping[str, UserError]
 ) -> dict[str, list[str]]:
-    """Return in words what each column of a table became, its range or categories, missing cells and examples.
+    """Return for each column of a table, in words, its encoding, its range or categories, missing cells and examples.
 
-    `classes` are those of the targets, where these are classes; `refused` has the columns that cannot be read, and why.
+    `classes` are those of the targets, if these are classes; `refused` has the unreadable columns, and why.
     """
     rows = [(name, f"left out: {error}", "", "", "") for name, error in refused.items()]
     wanted = {name: cells.columns[name] for name in schema.columns if name in cells.columns}
@@ -416,7 +416,7 @@ ENTRY = {"name": str, "type": str, "style": object, "categories": list[str] | No
 
 
 def _is_column(entry: object) -> bool:
-    """True if an entry of a file has what `to_json` writes of a column."""
+    """True if an entry of a file has the form that `to_json` writes for a column."""
     if not (isinstance(entry, dict) and entry.keys() == ENTRY.keys() and all(fits(entry[k], kind) for k, kind in ENTRY.items())):
         return False
     categories, mean, std, style = entry["categories"], entry["mean"], entry["std"], entry["style"]
@@ -436,10 +436,10 @@ def _is_column(entry: object) -> bool:
 
 
 def named(names: Sequence[str], most: int = 10) -> str:
-    """Return columns for a message, the first ten."""
+    """Return the first `most` columns for a message."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def check_names(names: Sequence[str], known: Sequence[str], setting: str, source: object) -> None:
-    """Raise UserError for names that are no columns."""
+    """Raise UserError for names that are not columns."""
     refuse(f"{setting}={name} is no column of {source}: {did_you_mean(name, known)}" for name in names if name not in known)

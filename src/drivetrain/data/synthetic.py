@@ -1,4 +1,4 @@
-"""Random inputs, to measure the speed of everything but the data."""
+"""Random inputs, to measure the speed of everything except the data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shape = Annotated[Sequence[Count], annotated_types.MinLen(1)]  # of one input, w
 class Synthetic(Data):
     """Random inputs, made on the device; with `tokens`, sequences of shape [length].
 
-    A sequence's tokens are numbers below `classes`, and the target of each is the next one.
+    A sequence's tokens are numbers below `classes`, and the target of each token is the next one.
     """
 
     max_value = None
@@ -57,7 +57,7 @@ class Synthetic(Data):
         )
 
     def advise(self, run: RunSpec) -> Iterator[str]:
-        return iter(())  # random inputs have nothing to select by
+        return iter(())  # random inputs have no value to select by
 
     def shape(self) -> tuple[int, ...]:
         return self._shape

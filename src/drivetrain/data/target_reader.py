@@ -23,21 +23,21 @@ from drivetrain.data.untrusted import number_of_classes
 class TargetReader:
     """Reads the targets of every source, in the columns `names` of its cells.
 
-    Their classes come from all rows of the training file, their scale from those that train. By these the targets of every other
-    set are read.
+    Their classes come from all rows of the training file, their scale from the rows that train. The targets of every other set
+    are read with these.
     """
 
     kind: TargetKind
     names: Sequence[str]
-    setting: str  # that names the columns, for messages
+    setting: str  # with the names of the columns, for messages
     separator: str | None = None  # between several labels in one cell
-    classes: Sequence[str] | None = None  # of the outputs, once they are known; None for values, and for numbers without names
-    numbered: bool = False  # a whole number is the number of a class, which has no name
+    classes: Sequence[str] | None = None  # of the outputs, once known; None for values, and for numbers without names
+    numbered: bool = False  # whole numbers are class numbers, and classes have no names
     hint: str = ""  # the setting for cells without a value
     units: Units | None = None
 
     def learn(self, rows: Cells, train: Cells) -> None:
-        """Find the classes in all rows of the training file, or the values' mean and deviation in those that train."""
+        """Find the classes in all rows of the training file, or the values' mean and deviation in the rows that train."""
         if self.kind == "values":
             self._numbers(rows)
             scales = [mean_and_std(values) for values in self._numbers(train).T]
@@ -74,7 +74,7 @@ class TargetReader:
     def about(self, sources: Sequence[tuple[str, Source]], classes: int | None = None) -> dict[str, object]:
         """Return the properties of the sources' targets for Splits, training first; `classes` is the user's number of them.
 
-        Raises DataError for a number of a class that the data cannot have.
+        Raises DataError for an impossible class number.
         """
         outputs = len(self.classes or self.names)
         if self.kind == "class" and self.classes is None:
@@ -102,7 +102,7 @@ class TargetReader:
         return values
 
     def _as_numbers(self, rows: Cells) -> torch.Tensor:
-        """Return whole numbers as those of classes."""
+        """Return whole numbers as class numbers."""
         values, name = self._column(rows), self.names[0]
         numbers = np.full(len(values), -1.0) if isinstance(values, Words) else values
         if (wrong := (numbers < 0) | (numbers != np.rint(numbers))).any():
@@ -112,7 +112,7 @@ class TargetReader:
         return torch.from_numpy(numbers).long()
 
     def _by_name(self, rows: Cells, classes: Sequence[str]) -> torch.Tensor:
-        """Return the classes or labels of words by the numbers that their names have."""
+        """Return the classes or labels of words, as the numbers of their names."""
         words = words_of(self._column(rows), classes)
         parts, numbers = self._parts(words), {name: number for number, name in enumerate(classes)}
         wrong = np.isin(words.codes, [n for n, names in enumerate(parts) if not numbers.keys() >= {*names}])
@@ -126,7 +126,7 @@ class TargetReader:
         codes = torch.from_numpy(words.codes).long()
         if self.kind == "class":
             return torch.tensor([numbers.get(name, 0) for (name,) in parts], dtype=torch.int64)[codes]
-        target = torch.zeros(len(parts) + 1, len(numbers))  # the last one is of rows without a word
+        target = torch.zeros(len(parts) + 1, len(numbers))  # the last row is for rows without a word
         for n, names in enumerate(parts):
             target[n, [numbers[name] for name in names if name in numbers]] = 1.0
         return target[codes]

@@ -1,4 +1,4 @@
-"""A run's trainer that is built to be asked: in an isolated process, or in this one."""
+"""Builds a run's trainer to answer a question about it: in an isolated process, or in this one."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ T = TypeVar("T")
 def ask(
     run: RunSpec, question: Callable[[Trainer], T], failed: str, limit_s: float = forking.LIMIT_S, values: float = math.inf
 ) -> T:
-    """Return `question(trainer)` of a forked process, which has a run's directory until it has answered.
+    """Return `question(trainer)` from a forked process, which has a run's directory until its answer.
 
-    The weights of a larger model than `values` bytes are fake tensors. Raises UserError: the run's own, or forking.NoAnswer,
-    whose message begins with `failed`.
+    The weights of a model larger than `values` bytes are fake tensors. Raises UserError: the run's own, or forking.NoAnswer,
+    with a message that begins with `failed`.
     """
     import torch  # noqa: F401 - imported once here, because the process is forked
 
@@ -44,7 +44,7 @@ def ask(
 
 
 def built(run: RunSpec, values: float, on_exit: ExitStack, folder: Path = NO_RUN_DIR) -> Trainer:
-    """Build the trainer in this process: see `ask`. `on_exit` undoes what it changes for the whole process."""
+    """Build the trainer in this process: see `ask`. `on_exit` undoes its changes to the whole process."""
     from drivetrain.engine import build
     from drivetrain.engine.rehearsal import Fakes
 

@@ -1,4 +1,4 @@
-"""The build context with all that the engine knows of a run."""
+"""The build context with the engine's own facts about a run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from drivetrain.precision import Precision
 
 @dataclass
 class RunContext(BuildContext):
-    """Holds the build context's objects with their whole types: options know no more of each other than core.groups says."""
+    """The build context's objects with their full types: options only know each other's types from core.groups."""
 
-    loaded: Splits = field(init=False)  # as they were read
+    loaded: Splits = field(init=False)  # unchanged since reading
     data: Splits = field(init=False)
     parallel: Parallel = field(init=False)
     batch: Batch = field(init=False)
     precision: Precision = field(init=False)
     loss: Loss = field(init=False)
-    first: MicroBatch | None = None  # the training samples of the example; None: it is zeros
+    first: MicroBatch | None = None  # the example's training samples; None: the example is zeros
     train_data: Pipeline = field(init=False)
     evaluated: Mapping[str, Mapping[str, Pipeline]] = field(init=False)

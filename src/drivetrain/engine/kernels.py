@@ -1,4 +1,4 @@
-"""A run that diverged on a CPU: whether a kernel of oneDNN computed a gradient wrong, or the loss itself did."""
+"""Finds whether a run on a CPU diverged because a oneDNN kernel computed a wrong gradient, or by its loss."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
 
 APART = 0.5  # of a gradient's largest value: rounding stays below it in each dtype
-NOISE = 1e-3  # of the largest value of all gradients: below it a gradient may be rounding alone, as of a bias before a norm
+NOISE = 1e-3  # of the largest value of all gradients: below it a gradient may be only rounding, as for a bias before a norm
 
 
 def explained(error: Diverged, trainer: Trainer) -> str:
-    """The message of a run that diverged: a kernel that is wrong takes the place of its advice."""
+    """The message of a run that diverged: a wrong kernel is named instead of its advice."""
     on_cpu = trainer.device.type == "cpu" and trainer.parallel.world.size == 1 and torch.backends.mkldnn.enabled
-    with suppress(Exception):  # the run has failed already, and says why
+    with suppress(Exception):  # the run has failed already, with its own message
         if on_cpu and (found := _wrong_gradient(trainer)):
             return (
                 f"{error.what}: not the learning rate, but torch's kernel on this CPU is wrong: with oneDNN the gradient of "

@@ -28,9 +28,9 @@ from drivetrain.parallel.base import Parallel
 
 logger = logging.getLogger(__name__)
 
-EXPLODED = 100  # times the loss of the first update, or 1 where that is less
-REMEMBERED = 200  # records, to say from when on a loss grew
-BUSY_S, BUSY = 10.0, 0.5  # seconds that the run waited for a core, and their share of its time, from which it is said
+EXPLODED = 100  # times the loss of the first update, or times 1 if that is less
+REMEMBERED = 200  # records, to find the begin of a loss's growth
+BUSY_S, BUSY = 10.0, 0.5  # seconds of waiting for a core, and their share of the time, from which a warning is logged
 REMEDY = "lower optimizer.lr{}, lengthen scheduler.warmup, or set clip=norm"
 
 
@@ -44,8 +44,8 @@ class TrainingLog:
     timer: StepTimer
     device: torch.device
     mfu: Mfu
-    parts: Callable[[], dict[str, torch.Tensor]] = dict  # running sums, such as of the loss's parts, by their figures' names
-    noise: NoiseScale | None = None  # where updates have several micro-batches
+    parts: Callable[[], dict[str, torch.Tensor]] = dict  # running sums, such as the loss's parts, by the names of their figures
+    noise: NoiseScale | None = None  # if updates have several micro-batches
     phases: Sequence[BuiltPhase] = ()  # of the updates
     loss_sum: torch.Tensor = field(init=False)  # 0-d: the sum of the updates' losses since the last record
 
@@ -53,11 +53,11 @@ class TrainingLog:
         self._seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # update and loss of the last records
         self.loss_sum = torch.zeros((), device=self.device)
         self.first: float | torch.Tensor | None = None  # the loss of the run's first update
-        self._began: tuple[float, float] | None = guards.waited_s()  # None once it has been said that the cores are busy
+        self._began: tuple[float, float] | None = guards.waited_s()  # None after the warning that the cores are busy
         self.restart()
 
     def restart(self, used: tuple[float, float] | None = None) -> None:
-        """Start a new record here and drop the losses summed so far. `used`: what `_used_so_far` says now."""
+        """Start a new record here and drop the losses summed so far. `used`: the current value of `_used_so_far`."""
         for total in (self.loss_sum, *self._parts().values(), *self._noise_sums()):
             total.zero_()
         for phase in self.phases:
@@ -67,7 +67,7 @@ class TrainingLog:
         self._used = self._used_so_far() if used is None else used
 
     def state_dict(self) -> StateDict:
-        """Return what the next records need of those before."""
+        """Return the state of earlier records that the next ones need."""
         first = None if self.first is None else float(self.first)
         return {"first": first, "noise": self.noise.state_dict() if self.noise is not None else {}}
 
@@ -80,12 +80,12 @@ class TrainingLog:
     def watch(self, stream: Stream) -> Stream:
         """Keep the loss of the run's first update. Nothing waits for the device."""
         yield from one_update(stream)
-        if self.first is None and self.progress.steps == 1:  # no record has taken it yet
+        if self.first is None and self.progress.steps == 1:  # no record has included it yet
             self.first = self.loss_sum.clone()
         yield from stream
 
     def exploded(self, metrics: Mapping[str, float]) -> Iterator[str]:
-        """Yield what to know of the last evaluation where a loss in it is far beyond that of the run's first update."""
+        """Yield a remark on the last evaluation if a loss in it is far above that of the run's first update."""
         losses = [(value, name) for name, value in metrics.items() if Figure.parse(name).metric == "loss"]
         if self.first is None or not losses:
             return
@@ -127,7 +127,7 @@ class TrainingLog:
         )  # fmt: skip
 
     def _tell_busy(self) -> None:
-        """Say once that this process waits for cores that others use, which several threads suffer from the most."""
+        """Warn once that this process waits for cores used by others, which slows several threads the most."""
         if self._began is None or not self.writers:
             return
         ran, waited = (now - before for now, before in zip(guards.waited_s(), self._began, strict=True))
@@ -142,7 +142,7 @@ class TrainingLog:
         )  # fmt: skip
 
     def _used_so_far(self) -> tuple[float, float]:
-        """The seconds of processor time so far, and the time; only where they are recorded."""
+        """The seconds of processor time so far, and the time; only if they are recorded."""
         return (process.processor_seconds(), process.now()) if self.writers else (0.0, 0.0)
 
     def _use(self, used: tuple[float, float]) -> dict[str, float]:
@@ -158,7 +158,7 @@ class TrainingLog:
         return {**{f"loss_{phase.name}": phase.loss_sum for phase in self.phases}, **self.parts()}
 
     def _runs(self, count: int) -> Callable[[str], float]:
-        """Return what the mean of a figure over `count` updates is multiplied by: a phase's is over those that it ran in."""
+        """Return the factor for a figure's mean over `count` updates: a phase's mean is over the updates in which it ran."""
         factors = {phase.name: count / phase.runs if phase.runs else math.nan for phase in self.phases}
         return lambda name: next((f for phase, f in factors.items() if f"{name}_".startswith(f"loss_{phase}_")), 1.0)
 
@@ -166,7 +166,7 @@ class TrainingLog:
         return self.noise.sums.unbind() if self.noise is not None else ()
 
     def _how_it_diverged(self, lr: float) -> str:
-        """The place where the loss began to grow, and what to set."""
+        """The update at which the loss began to grow, and the settings to change."""
         seen = [(update, loss) for update, loss in self._seen if math.isfinite(loss)]
         remedy = REMEDY.format(f" (the rate was {lr:.3g})")
         if not seen:
@@ -189,5 +189,5 @@ class TrainingLog:
 
 
 def _finite(value: float) -> float | None:
-    """The value, or None where JSON has no number for it."""
+    """The value, or None if it is not a number in JSON."""
     return value if math.isfinite(value) else None

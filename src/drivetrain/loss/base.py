@@ -29,8 +29,8 @@ SMALLEST = 1e-12  # a sum over no items is 0, and 0 / SMALLEST is 0
 class Loss(Option, groups.Loss):
     """A loss to train with, and the metrics of an evaluation.
 
-    A loss gives `sum_and_count`, from which its mean follows. If only the batch's targets determine the number of averaged
-    items, it is `counted`, and `count` gives the number: the step then weights micro-batches and ranks by it.
+    A loss defines `sum_and_count`, and its mean follows from it. If the number of averaged items depends only on the batch's
+    targets, it is `counted`, and `count` returns the number: the step then weights micro-batches and ranks by it.
     """
 
     changes = "minimizes another loss"
@@ -69,7 +69,7 @@ class Loss(Option, groups.Loss):
         return shape
 
     def steps(self, data: object) -> tuple[Augmentation, ...]:
-        """Return its random step for the samples of each set, such as the hiding of tokens. Raises UserError."""
+        """Return its random step for the samples of each set, such as hiding tokens. Raises UserError."""
         return ()
 
     def add_parameters(self, model: torch.nn.Module) -> None:
@@ -89,7 +89,7 @@ class Loss(Option, groups.Loss):
         return output, self.sums(output, batch.y)
 
     def __call__(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
-        """The differentiable mean loss of a batch, 0-d; 0 if nothing in it counts."""
+        """The differentiable mean loss of a batch, 0-d; 0 if no item of it counts."""
         total, count = self.sum_and_count(output, target)
         return total / count.clamp(min=SMALLEST)
 
@@ -114,7 +114,7 @@ class Loss(Option, groups.Loss):
         return None
 
     def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
-        """Sums over a batch, of `sum_dtype`, (metrics + 1,): one for each of `metrics`, then their final divisor.
+        """Sums over a batch, of `sum_dtype`, (metrics + 1,): one for each of `metrics`, then the number to divide them by.
 
         Sums can be added over batches and ranks; means cannot.
         """
@@ -133,7 +133,7 @@ class Loss(Option, groups.Loss):
 
 
 def wide(output: torch.Tensor) -> torch.Tensor:
-    """The output in float32 if it has 16 bits: those are too few for exponentials and for sums over many items."""
+    """The output in float32 if it has 16 bits: 16 are too few for exponentials and for sums over many items."""
     return output.float() if output.dtype.itemsize < 4 else output
 
 
@@ -157,7 +157,7 @@ def too_few(outputs: int, classes: int, of: str = "classes") -> str | None:
 
 
 class PartedLoss(Loss):
-    """A loss that logs its parts as loss_<name>: each is added up times its share of the update's items."""
+    """A loss that logs its parts as loss_<name>, each weighted by its share of the update's items."""
 
     counted = True
 

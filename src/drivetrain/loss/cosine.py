@@ -12,12 +12,12 @@ from drivetrain.loss.base import wide
 
 
 class CosineLinear(torch.nn.Linear):
-    """y = scale × the cosines between x and the rows of the weight, in float32 at least.
+    """y = scale × the cosines between x and the rows of the weight, at least in float32.
 
     16 bits are too coarse for logits up to 64.
     """
 
-    cosine_scale: torch.Tensor  # a buffer, so that a file of its weights does not fit a plain layer
+    cosine_scale: torch.Tensor  # a buffer, so that its saved weights do not fit a plain layer
 
     @classmethod
     def of(cls, layer: torch.nn.Linear, scale: float) -> Self:

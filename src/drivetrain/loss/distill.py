@@ -25,8 +25,8 @@ from drivetrain.saving import manifest
 class Distill(PartedLoss):
     """Cross entropy, and the divergence from a teacher's softened outputs (Hinton et al. 2015), logged as loss_soft.
 
-    `teacher` is the directory of a run, or the file that `drivetrain export` wrote in one. The teacher sees the student's inputs,
-    augmented alike, and computes without gradients. The loss is (1 − soft) × cross entropy + soft × temperature² × KL.
+    `teacher` is the directory of a run, or a file in one from `drivetrain export`. The teacher gets the student's inputs with the
+    same augmentation, and computes without gradients. The loss is (1 − soft) × cross entropy + soft × temperature² × KL.
     """
 
     changes = "also draws the outputs towards a teacher's"
@@ -57,7 +57,7 @@ class Distill(PartedLoss):
         self.begin(context.device, "hard", "soft")
         self._hard = CrossEntropy(self.label_smoothing)
         path, key = expanded(str(self.teacher)), f"{self.target_key}.teacher"
-        with streams.apart():  # the student starts from the same weights as without a teacher
+        with streams.apart():  # so that the student starts from the same weights as without a teacher
             self._teacher = trained_model(path, key, context).to(context.device)
 
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PADDING = -100  # the label of ignored targets
 STREAM = 15  # key of the samples' random numbers
-MASKED, CHANGED = 0.8, 0.9  # shares of hidden tokens that become the mask's token, or any other
+MASKED, CHANGED = 0.8, 0.9  # cumulative shares of hidden tokens that become the mask's token, then any other
 PART = 12 << 20  # logits in memory at once: 48 MiB in float32
 LARGE = 1 << 15  # from this number of classes on, logits are computed in parts
 
@@ -33,8 +33,8 @@ class NextToken(Loss):
     """Cross entropy of the next token. An evaluation reports it in nats, and in bits per token (here a token is a byte).
 
     With `chunks` the output layer and the loss are computed together in that many parts of the tokens, so that only one part's
-    logits exist at a time: with a large vocabulary they dominate a model's memory. The default does so from 32,768 classes on,
-    if the output layer is one product, in parts of 12 million logits. An evaluation does it too unless a metric takes the
+    logits exist at a time: with a large vocabulary they dominate a model's memory. The default does it from 32,768 classes on,
+    if the output layer is one product, in parts of 12 million logits. An evaluation does it too unless a metric reads the
     logits. In training, `z_loss` adds that multiple of the squared logsumexp of each token's logits (PaLM, Chowdhery et al.
     2022).
     """
@@ -90,7 +90,7 @@ class NextToken(Loss):
             return super().step(forward, batch)
         sums, output = self._in_parts(self.head, forward, batch, self.z_loss, self.label_smoothing)
         count = self.count(batch.y).to(sums.dtype)
-        return (sums[0] + output.sum()) / (count.clamp(min=SMALLEST) if self.counted else count)  # of no logits: 0
+        return (sums[0] + output.sum()) / (count.clamp(min=SMALLEST) if self.counted else count)  # the sum of no logits is 0
 
     def evaluate(self, forward: Forward, batch: MicroBatch, need_output: bool) -> tuple[Tree, torch.Tensor]:
         if self.head is None or need_output:
@@ -152,7 +152,7 @@ class TokenClass(NextToken):
     takes: tuple[TargetKind, ...] = ("words",)
 
     def resolve(self, run: RunSpec) -> Self:
-        """Report the same metrics for any tokens."""
+        """Report the same metrics for all kinds of tokens."""
         return self
 
     def setup(self, context: BuildContext) -> None:
@@ -166,7 +166,7 @@ class TokenClass(NextToken):
 class MaskedToken(TokenClass):
     """Cross entropy of tokens hidden from the model (Devlin et al. 2019), drawn for each sample and epoch.
 
-    Of a text's tokens the share `share` is chosen: 80 % of these become the mask's token, 10 % any token, and 10 % stay. The
+    A share `share` of a text's tokens is chosen: 80 % of these become the mask's token, 10 % any token, and 10 % stay. The
     mask's token is from the model's own tokenizer; for the data's own tokens it is the last one.
     """
 

@@ -20,11 +20,11 @@ Margin = Annotated[float, Ge(0), Lt(1.5)]
 
 
 class ArcFace(OverClasses):
-    """Additive angular margin (Deng et al. 2019): embeddings of a class come within a narrower angle of its centre.
+    """Additive angular margin (Deng et al. 2019): it pulls embeddings of a class closer to the centre of the class.
 
-    The model's last linear layer gives `scale` × the cosines between its input and its rows, the centres of the classes, without
-    a bias; its input is the embedding. In training the angle to the right class is `margin` radians wider; beyond π, where
-    that would count for less, the cosine is lower by margin × sin margin instead. An evaluation is without the margin.
+    The model's last linear layer computes `scale` × the cosines between its input, the embedding, and its rows, the centres of
+    the classes; it has no bias. In training the angle to the right class is `margin` radians wider; beyond π, where the cosine
+    would rise again, it is lower by margin × sin margin instead. An evaluation uses no margin.
     """
 
     changes = "classifies by angles with a margin between classes"
@@ -49,7 +49,7 @@ class ArcFace(OverClasses):
     def sum_and_count(self, output: torch.Tensor, target: Tree) -> tuple[torch.Tensor, torch.Tensor]:
         logits, right = wide(output), target.long().clamp(min=0).unsqueeze(1)
         cosine = (logits.gather(1, right) / self.scale).clamp(-1, 1)
-        sine = (1 - cosine.square()).clamp(min=SMALLEST).sqrt()  # the square root has no gradient at 0
+        sine = (1 - cosine.square()).clamp(min=SMALLEST).sqrt()  # the square root has an infinite gradient at 0
         wider = cosine * math.cos(self.margin) - sine * math.sin(self.margin)
         wider = torch.where(cosine > -math.cos(self.margin), wider, cosine - self.margin * math.sin(self.margin))
         return self.plain_sum(logits.scatter(1, right, self.scale * wider), target), self.count(target).to(logits.dtype)

@@ -25,10 +25,10 @@ OFFERS = ("output", "target", "input", "batch", "model", "progress", "phase")
 class OwnLoss(PartedLoss):
     """The function or class `target` (a dotted name) of a package listed in `trust`; `kwargs` are its arguments.
 
-    It gets what its parameters name: output, target (or y), input (or x), batch, model, progress, phase; without output and model
-    among them (output, target) by position. It returns the mean over the samples, or a mapping of parts: training then uses
-    `loss`, or without it the sum of the parts. To average over something else, give it a method `count(y)` for the number of
-    averaged items: the mean is then exact over micro-batches and ranks.
+    Its parameters select its arguments: output, target (or y), input (or x), batch, model, progress, phase; without output and
+    model among them it gets (output, target) by position. It returns the mean over the samples, or a mapping of parts: training
+    then uses `loss`, or without it the sum of the parts. For a mean over other items, give it a method `count(y)` with the number
+    of averaged items: the mean is then exact over micro-batches and ranks.
     """
 
     machine_local_keys = ("target",)
@@ -157,7 +157,7 @@ class OwnLoss(PartedLoss):
         return output, torch.stack([torch.stack(losses).sum(), *(losses if self._phases else ()), count])
 
     def _returned(self, forward: Callable[[object], object], output: object, batch: MicroBatch, training: bool) -> object:
-        """The values that the function returns for a micro-batch."""
+        """The function's return value for a micro-batch."""
         model = self._model(forward) if self.runs_model else None
         returned = self._call(
             output=output, target=batch.y, input=batch.x, batch=batch, model=model, progress=self._progress[training],
@@ -210,7 +210,7 @@ class OwnComparing(ComparingLoss, OwnLoss):
 
     @classmethod
     def made_of(cls, own: OwnLoss, context: BuildContext) -> OwnComparing:
-        """Return an already prepared loss as one of this class. Raises UserError if the run excludes it."""
+        """Return a prepared loss as one of this class. Raises UserError if the run excludes it."""
         from drivetrain.config.validate import problems_of
 
         made = cls(own.target, own.kwargs).with_values(**vars(own), group=getattr(own.function, "group", 16))
@@ -225,7 +225,7 @@ class OwnComparing(ComparingLoss, OwnLoss):
                 f"{named} names `{min(wrong)}`, and a loss that compares samples gets the output and the target of all of them: "
                 "let the model return what it needs"
             )
-        # A rank may have fewer samples than another, or a last micro-batch that only fills up.
+        # A rank may have fewer samples than another, or a last micro-batch that only fills up the update.
         parts = context.batch.accumulation_steps * made.ranks
         made._ragged = not context.run.data.drop_last or context.batch.global_batch % parts > 0
         return made

@@ -44,7 +44,7 @@ class Terms(NamedTuple):
 
 @dataclass(eq=False)
 class PartedHead:
-    """The Linear layer that computes a model's logits. Within `sums` it returns the logits of no token."""
+    """The Linear layer that computes a model's logits. Within `sums` it returns empty logits, of no token."""
 
     layer: nn.Linear
     tail: Tail
@@ -75,7 +75,7 @@ class PartedHead:
         return made
 
     def before(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Compute the sums if they are asked for, and pass the layer no token."""
+        """Compute the sums if they are requested, and pass no token to the layer."""
         if self.asked is None:
             return None
         (x, *_), (target, parts, z_loss, smoothing) = args, self.asked

@@ -1,4 +1,4 @@
-"""Losses of regression: one number or several for each sample."""
+"""Losses of regression: one or several numbers for each sample."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Regression(Loss):
 
 
 class Mse(Regression):
-    """Mean squared error: the outputs estimate the mean; one far-off target weighs much."""
+    """Mean squared error: the outputs estimate the mean; outliers weigh much."""
 
     name = "mse"
 
@@ -49,7 +49,7 @@ class Mse(Regression):
 
 
 class L1(Regression):
-    """Mean absolute error: the outputs estimate the median; far-off targets weigh no more than others."""
+    """Mean absolute error: the outputs estimate the median; outliers weigh no more than other targets."""
 
     changes = "minimizes the mean absolute error, so that the best guess is the median"
     name = "l1"
@@ -59,7 +59,7 @@ class L1(Regression):
 
 
 class Huber(Regression):
-    """Squared up to an error of `delta`, linear beyond it (Huber 1964), as torch.nn.HuberLoss."""
+    """Squared up to an error of `delta`, linear beyond it (Huber 1964), as in torch.nn.HuberLoss."""
 
     changes = "counts large errors linearly, so that outliers count less"
     name = "huber"
@@ -116,7 +116,7 @@ class Quantile(Regression):
 
 
 class GaussianNll(Regression):
-    """Negative log-likelihood of a normal distribution (Nix and Weigend 1994), as torch.nn.GaussianNLLLoss.
+    """Negative log-likelihood of a normal distribution (Nix and Weigend 1994), as in torch.nn.GaussianNLLLoss.
 
     The model estimates a mean and the logarithm of a variance for each number: (n, numbers × 2), those of the first number first.
     A variance below `eps` counts as `eps`.
@@ -143,7 +143,7 @@ class DiceLoss(OverClasses):
     """Soft Dice loss (Milletari et al. 2016): one minus twice the overlap over the sum of both regions.
 
     It is computed for each image and class from the softmax, with `smooth` added to both sides, and averaged over the classes,
-    then over the images that have a pixel that counts. An evaluation reports the loss and the share of right pixels.
+    then over the images with a pixel that counts. An evaluation reports the loss and the share of right pixels.
     """
 
     takes = ("mask",)
@@ -152,7 +152,7 @@ class DiceLoss(OverClasses):
         self.smooth, self.ignore_index = smooth, ignore_index
 
     def setup(self, context: BuildContext) -> None:
-        """It has no class weights: each class weighs the same, however few pixels it has."""
+        """Class weights do not apply: all classes weigh the same, whatever their numbers of pixels."""
 
     def problem(self, target: Tree, classes: int) -> str | None:
         if target.dim() < 2:
@@ -174,7 +174,7 @@ class DiceLoss(OverClasses):
         return (per_image * counts.flatten(1).any(1)).sum(), self.count(target).to(p.dtype)
 
     def ratio(self, overlap: torch.Tensor, predicted: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """How well regions agree, 1 at best, by the sizes of their overlap and of each, (n, classes)."""
+        """The agreement of regions, at most 1, from the sizes of their overlap and of each region, (n, classes)."""
         return (2 * overlap + self.smooth) / (predicted + real + self.smooth)
 
     def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
@@ -188,10 +188,10 @@ class DiceLoss(OverClasses):
 
 
 class Tversky(DiceLoss):
-    """Tversky loss (Salehi et al. 2017): Dice loss in which pixels too many and pixels missed weigh differently.
+    """Tversky loss (Salehi et al. 2017): Dice loss with different weights for false positive and false negative pixels.
 
-    It is one minus overlap / (overlap + alpha × pixels too many + beta × pixels missed), with `smooth` added to both sides. Both
-    0.5 is Dice loss with twice the `smooth`.
+    It is one minus overlap / (overlap + alpha × false positives + beta × false negatives), with `smooth` added to both sides.
+    With both at 0.5 it is Dice loss with twice the `smooth`.
     """
 
     changes = "minimizes the overlap's complement, with missed pixels weighing more than pixels too many"

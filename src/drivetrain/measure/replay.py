@@ -1,4 +1,4 @@
-"""`drivetrain replay RUN`: an update of a run again, exactly, with its samples and layers, and what was likely wrong."""
+"""`drivetrain replay RUN`: repeats an update of a run exactly, with its samples, its layers and the likely cause of a fault."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ from drivetrain.ui import sheet
 from drivetrain.ui.pages import charts
 from drivetrain.ui.progress import Steps
 
-SHOWN, CHARACTERS, NUMBERS = 12, 80, 16  # samples and layers in the terminal; of a text; of a target
+SHOWN, CHARACTERS, NUMBERS = 12, 80, 16  # samples and layers in the terminal; characters of a text; numbers of a target
 MOST = 64  # samples of a micro-batch whose gradients are taken: those with the largest losses
-Windows = dict[int, tuple[int, float | None]]  # the update of a record → the update at which it begins, and the mean loss
-Plan = tuple[int, int, int]  # the first and the last update that is looked at, and the end of the record that has them
+Windows = dict[int, tuple[int, float | None]]  # a record's last update → its first update, and the mean loss
+Plan = tuple[int, int, int]  # the first and the last update to observe, and the end of their record
 
 
 @dataclass
@@ -64,7 +64,7 @@ class ReplaySettings:
     """The settings of `drivetrain replay`."""
 
     update: Count | None = None  # None: where it diverged, else its largest spike
-    back: Count = 50  # updates before it that are looked at too
+    back: Count = 50  # earlier updates to observe too
 
 
 # --- on each rank ---
@@ -72,7 +72,7 @@ class ReplaySettings:
 
 @dataclass
 class Moment:
-    """The weights and buffers before an update, and what it trains on, with the random states."""
+    """The weights and buffers before an update, with its micro-batches and the random states."""
 
     update: int
     weights: dict[str, torch.Tensor]
@@ -80,9 +80,9 @@ class Moment:
 
 
 class Recorder(WrappingStep):
-    """The run's own step, with a look at the model and at what it computes in the updates of a plan."""
+    """The run's own step, with an observer of the model and its tensors in the updates of a plan."""
 
-    now: Moment | None = None  # of the update that is being made
+    now: Moment | None = None  # of the current update
     first: Moment | None = None
     chosen: Moment | None = None
     over = False  # the weights are not finite from here on
@@ -92,11 +92,11 @@ class Recorder(WrappingStep):
         (self.low, self.high, self.until), self.back, self.model = plan, back, trainer.model
         self.history: dict[int, Sizes] = {}
         self.waiting: list[tuple[MicroBatch, Request]] = []
-        writer = Writer(trainer.run_dir, Saving(), trainer.parallel, nullcontext)  # of nothing
+        writer = Writer(trainer.run_dir, Saving(), trainer.parallel, nullcontext)  # which saves nothing
         self.trainer = replace(trainer, step=self, writer=writer, stream_watchers=[*trainer.stream_watchers, self._watch])
 
     def run(self) -> Found | None:
-        """Train to the update, and return what it did; None where the run ends before it."""
+        """Train to the update, and return its record; None if the run ends before it."""
         unseen = list[str]()
         with ExitStack() as hooks:
             if self.trainer.compile_seconds() is not None:
@@ -117,7 +117,7 @@ class Recorder(WrappingStep):
         samples = ranked(samples)
         for n, sample in enumerate(samples):
             self._draw(sample)
-            sample.alone, sample.picture = None, sample.picture if n < SHOWN else None  # what stays in this process
+            sample.alone, sample.picture = None, sample.picture if n < SHOWN else None  # these two stay in this process
         return Found(now.update, self.first.update, samples, self.history, unseen)
 
     def _watch(self, stream: Stream) -> Stream:
@@ -132,7 +132,7 @@ class Recorder(WrappingStep):
             if self.low - self.back <= update <= self.high:
                 self.now = Moment(update, {name: tensor.detach().clone() for name, tensor in self._tensors()})
                 self.first, self.history[update] = self.first or self.now, {}
-        if self.now is not None and self.waiting[-1][1].weight:  # else it only fills up
+        if self.now is not None and self.waiting[-1][1].weight:  # others only fill up the batch
             self.now.batches.append((*self.waiting[-1], streams.state()))
         self.inner.micro_batch(batch, loss_sum)
         self.loss_sum = loss_sum
@@ -165,7 +165,7 @@ class Recorder(WrappingStep):
             raise Diverged("there is no more to look at")
 
     def _see(self, what: str, *call: object) -> None:
-        """Keep the size of what a hook gets last: a module's output, or the model's inputs."""
+        """Keep the size of a hook's last value: a module's output, or the model's inputs."""
         if self.now is not None and self.model.training:
             here, leaves = self.history[self.now.update], [leaf for leaf in trees.leaves(call[-1]) if leaf.is_floating_point()]
             sizes = [size(leaf) / math.sqrt(max(1, leaf.numel())) for leaf in leaves]
@@ -179,7 +179,7 @@ class Recorder(WrappingStep):
         x, y = trees.select(batch.x, one), trees.select(batch.y, one)
         largest = [worse(float(leaf.abs().max())) for leaf in trees.leaves((x, y)) if leaf.is_floating_point() and leaf.numel()]
         name = f"sample {place} of its batch"
-        if len(request.indices) == trees.length(batch.x):  # else a function of the user's has left some out
+        if len(request.indices) == trees.length(batch.x):  # else a user's function has left some out
             number = int(index_of(request.indices)[place])
             name = data.name(number) or f"row {original(data, number)[1]}"
             if request.mix_with is not None:
@@ -188,7 +188,7 @@ class Recorder(WrappingStep):
         return LookedAt(name, max(largest, default=0.0), alone)
 
     def _draw(self, sample: LookedAt) -> None:
-        """Add a sample's target in words, and its text or picture, as the model got it."""
+        """Add a sample's target in words, and its text or picture as seen by the model."""
         context, alone = self.trainer.callbacks.context, sample.alone
         assert alone is not None
         x, targets = trees.first(alone.x)[0].cpu(), trees.leaves(alone.y)
@@ -201,7 +201,7 @@ class Recorder(WrappingStep):
             sample.text = " ".join(text.split())[:CHARACTERS]
 
     def _own_losses(self, now: Moment, first: Moment, samples: Sequence[LookedAt]) -> None:
-        """Fill in the samples' own losses, at the weights before the update and at the earlier ones, and norms of gradients."""
+        """Fill in each sample's loss, at the weights before the update and at earlier ones, and the norms of gradients."""
         run, loss = self.trainer.callbacks.context.run, self.trainer.evaluator.loss
         if loss.compares_samples:
             raise UserError(f"{run.named('loss')} compares samples")
@@ -214,7 +214,7 @@ class Recorder(WrappingStep):
             sample.loss, sample.gradient, sample.earlier = sample_loss, gradient, earlier
 
     def _at(self, weights: Moment, now: Moment, samples: Sequence[LookedAt]) -> Iterator[tuple[float, float | None]]:
-        """Yield the loss of each sample at some weights, and of the worst of each micro-batch the norm of the gradient."""
+        """Yield each sample's loss at some weights, and the norm of its gradient for the worst samples of each micro-batch."""
         for name, tensor in self._tensors():
             tensor.data.copy_(weights.weights[name])
         parameters, alone = [p for p in self.model.parameters() if p.requires_grad], iter(samples)
@@ -244,7 +244,7 @@ class Recorder(WrappingStep):
 
 
 def size(tensor: torch.Tensor) -> float:
-    """The norm of a tensor, also where this rank has only a part."""
+    """The norm of a tensor, even if this rank has only a part."""
     norm = torch.linalg.vector_norm(tensor.detach(), dtype=sum_dtype(tensor.device))
     return float(getattr(norm, "full_tensor", lambda: norm)())
 
@@ -264,7 +264,7 @@ def windows_of(run_dir: Path, begin: int = 0) -> Windows:
 
 
 def spike(windows: Windows) -> int | None:
-    """The record whose loss is furthest above those before, by their own spread; None where none is far."""
+    """The record whose loss is furthest above the earlier ones, in units of their spread; None if none is far above."""
     losses = {update: loss for update in sorted(windows) if (loss := windows[update][1]) is not None}
     each = list(losses.values())
     heights = {u: height(each[n], each[max(0, n - RECENT) : n], LEAST * abs(each[0])) for n, u in enumerate(losses) if n}
@@ -310,7 +310,7 @@ def replay(
         again = replace(job, run_dir=None, checkpoint=point, work=on_rank, notices=[])
         (folder / "run").mkdir()
         if (result := launcher.launch(again, folder / "run", quiet=True)).code:
-            raise UserError(str(result.error).partition(" (traceback in")[0])  # that file is removed
+            raise UserError(str(result.error).partition(" (traceback in")[0])  # the traceback's file is removed
 
     root = Path(job.run.values["output_dir"]) / "replay"
     with directory.working(root) as folder, ended_by_signals(), Steps() as progress:
@@ -332,7 +332,7 @@ def _figure(value: float | None) -> str:
 
 
 def sheet_of(found: Found) -> sheet.Sheet:
-    """The account of the update: the exactness of its repetition, the samples, the layers, the cause."""
+    """The report on the update: whether its repetition is exact, the samples, the layers, the cause."""
     came = f"trained again from {f'the checkpoint of update {found.start:,}' if found.start else 'the start'}"
     said = f"all {len(found.same):,} recorded losses since are the run's own, bit for bit"
     if found.other:

@@ -26,7 +26,7 @@ _chosen: ContextVar[Path | None] = ContextVar("_chosen", default=None)
 
 @contextmanager
 def into(place: Path | None) -> Iterator[None]:
-    """Within the context, what a verb finds goes into this folder; None: into a new one below the run's output_dir."""
+    """Within the context a verb's files go into this folder; None: into a new one below the run's output_dir."""
     token = _chosen.set(place if place is None else expanded(place))
     try:
         yield
@@ -35,12 +35,12 @@ def into(place: Path | None) -> Iterator[None]:
 
 
 def chosen() -> Path | None:
-    """The place that was named by `into`."""
+    """The place set by `into`."""
     return _chosen.get()
 
 
 def folder(job: Job, verb: str) -> Path:
-    """The folder for what a verb finds."""
+    """The folder for a verb's files."""
     if (place := chosen()) is None:
         return directory.create(Path(job.run.values["output_dir"]), verb)
     place.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def write(place: Path, name: str, page: sheet.Sheet, command: Sequence[str], con
 
 
 def leave(job: Job, verb: str, page: sheet.Sheet, command: Sequence[str], content: object) -> None:
-    """Show what a verb found, and write it to a new folder."""
+    """Show a verb's findings, and write them to a new folder."""
     page.show()
     write(folder(job, verb), verb, page, command, content)
 
@@ -68,7 +68,7 @@ def origin(command: Sequence[str], about: dict[str, object]) -> list[sheet.Secti
 
 
 def seconds(text: str) -> float | None:
-    """The seconds of a time such as 90s, 5m or 2h; None where it is none."""
+    """The seconds of a time such as 90s, 5m or 2h; None for any other text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text)
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2] or "s"] if found else None
 
@@ -79,8 +79,8 @@ T = TypeVar("T")
 def split(arguments: Sequence[str], kind: type[T], verb: str = "", recipe: Path | None = None) -> tuple[T, list[str]]:
     """Return the command's settings and the remaining arguments, which override the run.
 
-    `kind` is a dataclass: its fields are the names and types of the settings. A `verb` measures runs from their beginning, and
-    `recipe` is a file that it is to write. Raises UserError with every problem found.
+    `kind` is a dataclass: its fields are the names and types of the settings. A `verb` measures runs from their beginning;
+    `recipe` is a file for it to write. Raises UserError with every problem found.
     """
     takes = schema.of(kind)
     problems: list[str] = []
@@ -102,7 +102,7 @@ def refuse_resume(command: str, overrides: Sequence[str]) -> None:
 
 
 def check_file(file: Path | None) -> None:
-    """Raise UserError where a recipe cannot be written to this file, before anything is measured for it."""
+    """Raise UserError if a recipe cannot be written to this file; called before the measurement."""
     if file is None:
         return
     if file.suffix not in (".yaml", ".yml"):

@@ -1,4 +1,4 @@
-"""The base of every model option: the network, its initial weights, and the choice of trained ones."""
+"""The base of every model option: the network, its initial weights, and the choice of trained parameters."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 class Model(Option, groups.Model):
     """An option that builds a network for the data's shape and classes.
 
-    `weights` is a file or a run to start from, without the names that match `weights_skip`. Parameters that match `freeze` do
-    not train; `unfreeze` sets for some of them the length of training after which they do. `embedding_noise` is NEFTune's.
+    `weights` is a file or a run to start from, except names that match `weights_skip`. Parameters that match `freeze` do
+    not train; `unfreeze` makes some of them train after a given length of training. `embedding_noise` is NEFTune's.
     """
 
     changes = "trains another network"
@@ -48,7 +48,7 @@ class Model(Option, groups.Model):
 
     stage_keys: ClassVar[tuple[str, ...]] = ("freeze", "unfreeze", "unfreeze.*", "*drop*")
     why_fixed: ClassVar[str] = "the weights continue in the next stage, so the architecture stays"
-    pixels: ClassVar[bool | None] = False  # True if it gives an output for each pixel of an image; None: unknown
+    pixels: ClassVar[bool | None] = False  # True if it has an output for each pixel of an image; None: unknown
     takes_trees: ClassVar[bool] = False  # True if a forward may take several inputs
     machine_local_keys: ClassVar[tuple[str, ...]] = ("weights",)
     identifying_keys: ClassVar[tuple[str, ...]] = ("weights",)
@@ -71,7 +71,7 @@ class Model(Option, groups.Model):
         yield from self._weights_problems(run)
 
     def input_problem(self, inputs: object) -> str:
-        """The reason why the model cannot take two samples' inputs, which own data shows only when read; "" if it can."""
+        """The reason why the model cannot take two samples' inputs, "" if it can; own data shows its inputs only when read."""
         if self.tokens is None or not isinstance(inputs, torch.Tensor):
             return ""
         shape = tuple(inputs.shape[1:])
@@ -125,9 +125,9 @@ class Model(Option, groups.Model):
         beside = f", with {copies - 1} times as much for gradients and the optimizer's state" if copies > 1 else ""
         with model_within(most, context.run.named("model"), beside, where):
             model = self.create_for(context)
-        # On every rank alike, and before any edit: a file has the names and shapes of the model as it is created. Edits that
-        # remove biases then account for them, float32 weights become exact masters, and shards are cut from whole tensors.
-        # A resumed run has the weights of its checkpoint.
+        # On every rank alike, and before any edit, because a file has the names and shapes of the new model. So edits that remove
+        # biases account for the file's, float32 weights become exact masters, and shards are cut from whole tensors. A resumed
+        # run has the weights of its checkpoint.
         if self.weights is not None and not context.parallel.broadcast_object(context.resumed):
             from drivetrain.model import weights
 
@@ -141,7 +141,7 @@ class Model(Option, groups.Model):
         return model.to(context.device)
 
     def _room(self, context: BuildContext) -> Iterator[tuple[int, str, int]]:
-        """Yield the bytes of parameters that fit each memory, the memory's name, and the fewest copies that it holds.
+        """Yield for each memory the bytes of parameters that fit, its name, and the smallest number of copies in it.
 
         In training the copies include gradients and the optimizer's state. Each rank of a machine creates the whole model in
         the machine's memory, and then moves it to its device.
@@ -221,7 +221,7 @@ class Model(Option, groups.Model):
 
 @dataclass(eq=False)
 class AfterUpdateStep(WrappingStep):
-    """Calls a method of the user's model after each completed update, such as for a teacher's average or bounds of weights."""
+    """Calls a method of the user's model after each completed update, such as to average a teacher or to bound weights."""
 
     call: Callable[[], None]
 
@@ -233,5 +233,5 @@ class AfterUpdateStep(WrappingStep):
         return made
 
 
-# A subclass's constructor may not call this class's: then the defaults hold, as class attributes.
+# A subclass's constructor may not call this class's. The defaults are then class attributes.
 Model.unfreeze = {}

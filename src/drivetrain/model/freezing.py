@@ -1,4 +1,4 @@
-"""Frozen parameters: some never train, some begin to train in the middle of a run."""
+"""Frozen parameters: some never train, some begin to train during a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Schedule:
         check_patterns(frozen, {"model.unfreeze": list(unfreeze)}, "parameter that model.freeze freezes,")
 
     def start(self, name: str) -> float:
-        """Return the number of updates after which a parameter trains: 0 if it is not frozen, the earliest if several apply."""
+        """Return the number of updates after which a parameter trains: 0 if not frozen, the earliest if several match."""
         if not any(matches(name, pattern) for pattern in self._freeze):
             return 0
         return min((start for pattern, start in self._starts.items() if matches(name, pattern)), default=NEVER)
@@ -109,7 +109,7 @@ class Unfreezing:
 
 @dataclass(eq=False)
 class UnfreezingStep(WrappingStep):
-    """A step that lets parameters begin to train before updates. Only the number of updates decides."""
+    """A step that unfreezes parameters before an update, depending only on the number of updates."""
 
     unfreezing: Unfreezing
     progress: Progress

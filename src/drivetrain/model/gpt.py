@@ -46,9 +46,9 @@ class FeedForward(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016): in training, a sample's branch is left out with a chance of `rate`.
+    """Stochastic depth (Huang et al. 2016): in training, a sample's branch is dropped with probability `rate`.
 
-    The other branches are divided by 1 - rate. Draws equal timm's class of this name.
+    The other branches are divided by 1 - rate. The random draws equal those of timm's class of this name.
     """
 
     def __init__(self, rate: float) -> None:
@@ -86,7 +86,7 @@ class Block(nn.Module):
 class Ngrams(nn.Module):
     """Embeddings of the last 2 … `longest` tokens together, each in a table of `buckets` rows that a hash selects.
 
-    They give the first layer information that attention otherwise has to gather (Clark et al. 2022; for
+    They give the first layer information that attention would have to gather (Clark et al. 2022; for
     bytes Pagnoni et al. 2024).
     """
 
@@ -129,7 +129,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(classes, width)
         self.ngrams = Ngrams(ngrams, buckets, width) if ngrams > 1 else None
-        rates = (drop_path * i / max(1, depth - 1) for i in range(depth))  # less in early blocks, as others depend on them
+        rates = (drop_path * i / max(1, depth - 1) for i in range(depth))  # lower in early blocks, as the others depend on them
         self.blocks = nn.ModuleList(Block(width, heads, dropout, rate) for rate in rates)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes, bias=False)

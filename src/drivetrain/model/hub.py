@@ -1,4 +1,4 @@
-"""The test whether Hugging Face's hub can be reached: the hub's own client would try for a minute or more."""
+"""Tests whether Hugging Face's hub can be reached, because the hub's own client would try for a minute or more."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PROBE_S = 3  # seconds for the hub's answer
 def only_cached(name: str, file: str, setting: str, instead: str, known: Sequence[str] = ()) -> bool:
     """True if the hub does not answer, and this file of its model is in the cache.
 
-    Raises UserError if neither has it, with what to do `instead` and the nearest of the `known` names.
+    Raises UserError if neither has it, with the remedy `instead` and the nearest of the `known` names.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
     try:
         cached = isinstance(try_to_load_from_cache(name, file), str)
-    except ValueError:  # the name of a folder
+    except ValueError:  # not a name of the hub, but of a folder
         raise UserError(f"{setting} is no folder: {instead}") from None
     answer: list[int] = []
 

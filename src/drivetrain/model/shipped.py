@@ -15,7 +15,7 @@ from drivetrain.model.base import Model
 class ResNet9(Model):
     """Nine convolutions with residuals (drivetrain.model.nets), for small images.
 
-    `bias` gives the convolutions biases, which the BatchNorms after them subtract again: for comparison only.
+    `bias` adds biases to the convolutions, which the next BatchNorms subtract again: for comparison only.
     """
 
     width: Count = 16
@@ -33,7 +33,7 @@ class ResNet9(Model):
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         from drivetrain.model import nets
 
-        if (problem := self._shape_problem(shape)) is not None:  # some data has no shape before it is read
+        if (problem := self._shape_problem(shape)) is not None:  # some data's shape is unknown before it is read
             raise UserError(problem)
         return nets.ResNet9(shape, classes, self.width, self.bias)
 

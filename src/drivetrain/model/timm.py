@@ -14,8 +14,8 @@ from drivetrain.core.options.option import Momentum, RunSpec, needs_extra
 from drivetrain.model import hub
 from drivetrain.model.base import NO_START, Model
 
-# A network's keys for recipes: the numbers of timm's architectures, not what create_model reads itself (paths, addresses,
-# caches, pretrained_cfg). A network without such an argument raises an error when it is built.
+# A network's keys for recipes: the numbers of timm's architectures, not the ones that create_model reads itself (paths,
+# addresses, caches, pretrained_cfg). A network without such an argument raises an error when it is built.
 NUMBERS = """
     act_first always_partition attn_drop_rate attn_mlp_ratio attn_pool_mlp_ratio attn_pool_num_heads attn_ratio avg_down
     base_width bias block_reduce_first bottle_ratio cardinality channels class_token conv_bias conv_mlp conv_ratio depth

@@ -22,7 +22,7 @@ from drivetrain.model.base import NO_START, Model
 KEPT = "model_config.json"  # in the run's directory: rebuilds the model without the folder or the hub
 TOKENIZER = "tokenizer.json"
 MOST_LAYERS = 10_000  # limit of a model from a config.json
-PADDING = 0  # pads texts that have a class, where their tokens are not those of the model's own tokenizer
+PADDING = 0  # pads texts with a class, if their tokens are not from the model's own tokenizer
 HEADS = {  # head → its class of transformers, and its outputs
     "sequence": ("AutoModelForSequenceClassification", "outputs for each text"),
     "token": ("AutoModelForTokenClassification", "outputs for each token"),
@@ -49,10 +49,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Transformers(Model):
-    """Any model of transformers: an architecture made anew, a folder (config.json and safetensors), or a name on the hub.
+    """Any model of transformers: a new architecture, a folder (config.json and safetensors), or a name on the hub.
 
-    The head gives as many outputs as the data has classes or tokens. Inputs are one tensor, tokens or images, or a dict whose
-    keys the model's forward takes. Nothing is read but JSON and safetensors, and no remote code runs.
+    The head has as many outputs as the data has classes or tokens. Inputs are one tensor, tokens or images, or a dict whose
+    keys the model's forward takes. Only JSON and safetensors are read, and no remote code runs.
     """
 
     name: (
@@ -63,7 +63,7 @@ class Transformers(Model):
     attention: Literal["auto", "sdpa", "eager", "flash", "flex"] = "auto"
     head: Literal["auto", "sequence", "token", "causal", "masked", "image"] = "auto"
 
-    _finished: bool = field(default=False, init=False)  # a finished run has kept its config
+    _finished: bool = field(default=False, init=False)  # True for a finished run, whose directory has its config
     began: bool = field(default=False, init=False)  # True if it began with given weights
     machine_local_keys = identifying_keys = (*Model.machine_local_keys, "pretrained")
     tokens = generates = None
@@ -113,7 +113,7 @@ class Transformers(Model):
         return self.pretrained or super().given_weights
 
     def untrained(self) -> Transformers:
-        attention: Any = "sdpa" if self.attention == "flex" else self.attention  # the same sums, on any device
+        attention: Any = "sdpa" if self.attention == "flex" else self.attention  # the same computation, on any device
         finished = replace(self, **NO_START, pretrained=False, attention=attention)
         finished._finished, finished.began = True, self.given_weights
         return finished
@@ -129,7 +129,7 @@ class Transformers(Model):
         return model
 
     def _check_packing(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Raise UserError if packed texts of a row see each other: not every architecture and attention separates them."""
+        """Raise UserError if packed texts of a row see each other: some architectures and attentions do not separate them."""
         from torch._guards import detect_fake_mode
 
         rows = torch.tensor([[1, 2, 3, 1, 2], [2, 3, 1, 1, 2]], device=device)
@@ -297,7 +297,7 @@ class Transformers(Model):
                 f"{context.run.named('data')} has {tokens:,} tokens, and model.name={self.name} has a vocabulary of "
                 f"{config.vocab_size:,}: set data.tokenizer to the model's own, or model.pretrained=false"
             )
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):  # new models have no tokenizer's tokens
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):  # new models have no special tokens of a tokenizer
             if (number := getattr(config, name, None)) is not None and not self.pretrained and number >= config.vocab_size:
                 setattr(config, name, None)
         if head in ("token", "masked") or (head == "sequence" and data.vocabulary is not None):
@@ -335,7 +335,7 @@ class Transformers(Model):
 
 
 def _with_mask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give a text model its mask: everything except padding, and always the first position, for empty texts."""
+    """Give a text model its mask: every position except padding; the first one always, for empty texts."""
     if len(args) == 1 and "attention_mask" not in kwargs:
         real = args[0] != model.config.pad_token_id
         kwargs = {**kwargs, "attention_mask": torch.cat([torch.ones_like(real[:, :1]), real[:, 1:]], 1)}
@@ -343,7 +343,7 @@ def _with_mask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 
 def _logits(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tree) -> Any:
-    """The logits of an output of transformers, or the whole output on request, as for its own `generate`."""
+    """The logits in an output of transformers, or the whole output if requested, as by its own `generate`."""
     return output if kwargs.get("return_dict") else output.logits
 
 

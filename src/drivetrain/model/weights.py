@@ -1,7 +1,7 @@
 """The initial weights of a model: model.weights.
 
-All names and shapes of a file must fit the model. Only the head is adapted, if the data has another number of classes, and
-timm's cases: positional embeddings and the first convolution.
+All names and shapes of a file must fit the model. Only the head is adapted, if the data has another number of classes, and with
+timm the positional embeddings and the first convolution.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from drivetrain.saving import checkpoint_io, manifest
 
 Weights = dict[str, torch.Tensor]
 
-WRAPPERS = ("state_dict", "model_state_dict", "model")  # keys under which other programs save the weights
+WRAPPERS = ("state_dict", "model_state_dict", "model")  # keys of the weights in other programs' files
 PREFIXES = ("module.", "model.")  # prefixes of all names: DistributedDataParallel's, and a LightningModule's
 INFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")  # parts of names: torch.compile's, and activation checkpointing's
 DEPTH = 8  # nesting of such keys
@@ -139,7 +139,7 @@ def _adapted_by_timm(model: torch.nn.Module, weights: Weights, own: Mapping[str,
         return weights
     try:
         return dict(convert(dict(weights), model))
-    except Exception:  # a filter expects its model's layers: missing ones are reported with all other problems
+    except Exception:  # a filter expects its model's layers; missing ones are reported below, with all other problems
         return weights
 
 
@@ -200,7 +200,7 @@ def _add_zero_biases(model: torch.nn.Module, weights: Weights, own: Mapping[str,
 
 
 def _may_be_missing(model: torch.nn.Module, weights: Weights) -> set[str]:
-    """Names that may be missing in a file: counts of batches (before torch 1.0), and further names of a present weight."""
+    """Names that may be missing in a file: counts of batches (before torch 1.0), and other names of a weight that is there."""
     names: dict[str, set[str]] = {}
     for name, first in tied_names(model).items():
         names.setdefault(first, {first}).add(name)

@@ -21,7 +21,7 @@ LayerDecay = Annotated[float, Gt(0), Le(1)]
 
 @dataclass(kw_only=True, eq=False)
 class Hyperparameters(Option, groups.Optimizer):
-    """Learning rate, weight decay, the parameters that they apply to, and the implementation.
+    """Learning rate, weight decay, their parameters, and the implementation.
 
     Each option gives `lr` and `weight_decay` their defaults.
     """
@@ -47,8 +47,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """The trainable parameters, those with equal settings in one group. The group with the plain `lr` comes first.
 
-    No weight decay applies to vectors and scalars (norms and biases) and to what the model's own `no_weight_decay()` names,
-    unless `decay_norm_and_bias` is set, and to what the option's `no_weight_decay` matches. Raises UserError for `layer_decay`
+    Vectors and scalars (norms and biases) and the names from the model's own `no_weight_decay()` have no weight decay,
+    unless `decay_norm_and_bias` is set; nor do matches of the option's `no_weight_decay`. Raises UserError for `layer_decay`
     on a model without layers.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -89,7 +89,7 @@ def layer_decay_factors(model: torch.nn.Module, decay: float) -> dict[str, float
 def _depths(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
     """(parameter's name, layer from 0): timm's layers for a model of timm, else the repeated blocks.
 
-    With repeated blocks, what comes before them is layer 0, and what comes after them (the head) is the last layer.
+    With repeated blocks, the modules before them are layer 0, and the modules after them (the head) are the last layer.
     """
     names = [name for name, _ in model.named_parameters()]
     matcher: Any = getattr(model, "group_matcher", None)

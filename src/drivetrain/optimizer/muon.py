@@ -32,12 +32,11 @@ class Muon(Optimizer):
     """Muon for hidden matrices, AdamW for the rest (Jordan et al. 2024): drivetrain.optimizer.algorithms.muon has the formulas.
 
     Hidden matrices are the weights of linear layers, of convolutions (a kernel is a matrix of out × in·h·w), of attention's
-    input projections, of recurrent layers, and each expert's of a stack of them, except those of the layers that read the
-    inputs or give the outputs (core/step/architecture.py). AdamW updates these, embeddings, vectors, other tensors and what
-    `adamw` matches, at the learning rate `adamw_lr`; all of them in a phase of the updates that has no hidden matrix.
-    `embedding_lr`, `head_lr` and `scalar_lr` are those of torch's embeddings, of the layers that give the outputs, and of
-    vectors and scalars, each in this order. `fused` and `foreach` are AdamW's; Muon always updates all matrices of one shape at
-    once.
+    input projections, of recurrent layers, and of each expert in a stack of experts, except the layers that read the inputs or
+    give the outputs (core/step/architecture.py). AdamW updates those layers, embeddings, vectors, other tensors and matches of
+    `adamw`, at the learning rate `adamw_lr`; in a phase of the updates without a hidden matrix it updates all parameters.
+    `embedding_lr`, `head_lr` and `scalar_lr` are the rates of torch's embeddings, of the layers that give the outputs, and of
+    vectors and scalars. `fused` and `foreach` are AdamW's; Muon always updates all matrices of one shape together.
     """
 
     decays_by_lr = True
@@ -136,7 +135,7 @@ def _plain(group: dict[str, object]) -> dict[str, Any]:
 
 
 def _described(kinds: Mapping[str, list[str]], matrices: Mapping[str, int]) -> str:
-    """The number of matrices, and what AdamW updates, such as "24 matrices; AdamW: embedding, head, 50 vectors"."""
+    """The number of matrices, and AdamW's parameters, such as "24 matrices; AdamW: embedding, head, 50 vectors"."""
     others = [name for name in kinds[""] if name not in matrices]
     named = [name for name in (*kinds["embedding_lr"], *kinds["head_lr"], *others) if not name.endswith("bias")]
     listed = [name.removesuffix(".weight") for name in named[:SAID]] + [f"{len(named) - SAID} more"] * (len(named) > SAID)

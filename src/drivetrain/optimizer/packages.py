@@ -114,7 +114,7 @@ class ApexNovoGrad(Apex):
 class AdamW8bit(Optimizer):
     """torchao's AdamW with both moments in 8 bits (Dettmers et al. 2022).
 
-    `fused` compiles its arithmetic to one kernel for each shape; elsewhere the same operations run one by one.
+    `fused` compiles its arithmetic to one kernel for each shape; otherwise the same operations run one by one.
     """
 
     decays_by_lr = True
@@ -148,10 +148,10 @@ BlockSize = Annotated[int, Ge(8), Le(8192)]  # smaller ones give thousands of ma
 
 @dataclass(kw_only=True, eq=False)
 class Shampoo(Optimizer):
-    """Shampoo in blocks with grafting (Gupta et al. 2018, Anil et al. 2020), as pytorch_optimizer's ScalableShampoo has it.
+    """Shampoo in blocks with grafting (Gupta et al. 2018, Anil et al. 2020), as in pytorch_optimizer's ScalableShampoo.
 
-    The direction of a weight's update is Shampoo's, and its length that of the grafted method. Vectors, the first `start` - 1
-    updates, and weights with a dimension beyond `max_precondition_dim` are updated by the grafted method alone.
+    The direction of a weight's update is Shampoo's, and its length is the grafted method's. Vectors, the first `start` - 1
+    updates, and weights with a dimension beyond `max_precondition_dim` use only the grafted method.
     """
 
     decays_by_lr = True

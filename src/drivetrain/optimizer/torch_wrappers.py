@@ -1,4 +1,4 @@
-"""The test whether torch.optim's classes make fused updates."""
+"""Tests whether torch.optim's classes make fused updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drivetrain.core.machine.torch_patches import compiling, keep_compiler_unimp
 
 @functools.cache
 def has_fused(name: str, device: str) -> bool:
-    """True if torch.optim's class `name` makes fused updates on this type of device. No device is started: a CPU answers.
+    """True if torch.optim's class `name` makes fused updates on this type of device. The test runs on a CPU and starts no device.
 
     Releases differ: torch 2.11 has an Adagrad kernel for CUDA, but its class refuses it in the first update.
     """
@@ -24,15 +24,15 @@ def has_fused(name: str, device: str) -> bool:
 
 
 def _is_accepted(name: str, device: str) -> bool:
-    """True if the class makes a fused update of a number that claims to be on such a device."""
+    """True if the class makes a fused update of a scalar that claims to be on such a device."""
     keep_compiler_unimported()
-    with _disable_current_modes():  # a fake number has no place of ours
+    with _disable_current_modes():  # a fake tensor would have no `place`
         number = _Placed(torch.zeros(1))
         optimizer = getattr(torch.optim, name)([number], fused=True)
         number.grad, number.place = torch.zeros(1), torch.device(device)
         try:
             with torch.no_grad(), _OnCpu(), compiling():  # torch asks for devices that record graphs, unless it compiles
-                inspect.unwrap(type(optimizer).step)(optimizer)  # without hooks: it is nobody's update
+                inspect.unwrap(type(optimizer).step)(optimizer)  # without hooks: it is not an update of the run
         except RuntimeError:  # "`fused=True` requires all the params to be … of supported devices"
             return False
     return True

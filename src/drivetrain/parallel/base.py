@@ -110,7 +110,7 @@ class Parallel(Option, groups.Parallel):
         return model
 
     def wrap_loss(self, loss: groups.Loss, model: torch.nn.Module, context: BuildContext) -> LossStep:
-        """Wrap the loss if ranks have to follow all its uses of the model and the strategy wraps no forward."""
+        """Wrap the loss if ranks must observe all its uses of the model, and the strategy does not wrap the forward."""
         return loss
 
     def leave_model(self) -> None:
@@ -137,7 +137,7 @@ class Parallel(Option, groups.Parallel):
         """
         own = OwnGradients()
         for p in parameters:
-            if p.requires_grad:  # others begin to train later
+            if p.requires_grad:  # the others may begin to train later
                 own.watch(p)
         try:
             yield lambda: own.squares()[()]

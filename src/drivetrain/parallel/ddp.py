@@ -177,7 +177,7 @@ class Ddp(Owners):
 
 
 def _reduces_in_step(context: BuildContext) -> bool:
-    """True if gradients are reduced after the backward: a graph calls no hooks, and a phase has some gradients only."""
+    """True if gradients are reduced after the backward: a graph calls no hooks, and a phase has only some gradients."""
     return context.run.compile.captures_step or bool(context.run.values["phases"])
 
 
@@ -215,7 +215,7 @@ class AccumulatingStep(WrappingStep):
 
 @dataclass(eq=False)
 class BeginningStep(WrappingStep):
-    """Runs the first micro-batch once before it counts, so that a resumed run adds gradients as the unbroken one does.
+    """Runs the first micro-batch once before it counts, so that a resumed run adds gradients like an uninterrupted one.
 
     DDP rebuilds its buckets after its first backward, in the order of the gradients' arrival. The layout decides the order of
     sums over more than two ranks.

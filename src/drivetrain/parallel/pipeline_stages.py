@@ -164,7 +164,7 @@ def check_stages(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], rang
 
 
 def stages_match_model(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], ranges: Ranges, example: torch.Tensor) -> bool:
-    """Return whether stages that pass on only their last block's output compute the model's own output.
+    """Return whether stages that send only their last block's output compute the model's own output.
 
     They do not if the forward computes something between two blocks (such as a residual sum), calls the blocks in another
     order, or passes something around them. Raises UserError if the output is not a tensor.
@@ -187,7 +187,7 @@ def stages_match_model(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]
                 h = staged.run(*stage, h, x)
         except Exception:  # a model may fail on a shape that does not fit
             return False
-        scale = float(whole.nan_to_num(0, 0, 0).abs().max())  # values that are not finite must agree as such
+        scale = float(whole.nan_to_num(0, 0, 0).abs().max())  # values that are not finite must be equal
         return whole.shape == h.shape and torch.allclose(whole, h, rtol=0, atol=1e-4 * scale, equal_nan=True)
 
 
@@ -271,7 +271,7 @@ class PipelineStep(WrappingStep):
         self._running, self._losses = batches, list[torch.Tensor]()
         numbers = torch.arange(len(batches))  # a stage finds its micro-batch by its number
         own = self._pipeline.my_stages
-        first, last = 0 in own, len(self._pipeline.ranges) - 1 in own  # the one reads inputs, the other computes the loss
+        first, last = 0 in own, len(self._pipeline.ranges) - 1 in own  # the first reads inputs, the last computes the loss
         x = (torch.cat([b.x for b in batches]),) if first else ()
         target: dict[str, Any] = {"target": numbers} if last else {}
         self._schedules[key].step(*x, number=numbers, **target, return_outputs=False)
@@ -301,7 +301,7 @@ class PipelineStep(WrappingStep):
         if stage in self._overwriting:  # autograd forbids overwriting a leaf
             h = h.clone()
         with self._precision.autocast():
-            # Contiguous in any memory format, because tensors are sent and received so.
+            # Contiguous in any memory format, as tensors are sent and received.
             return self._stage_forward(stage, h, self._running[number].x).contiguous()
 
     def _loss_of(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:

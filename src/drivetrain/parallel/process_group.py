@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class RankWork:
     """Adds up the time of the training forward without waits for other ranks.
 
-    It is device time, because the host may run far ahead. The backward is left out because all ranks wait in it, compiled code
-    because a clock would cause graph breaks.
+    It is device time, because the host may run far ahead. The backward is left out because all ranks wait in it, and compiled
+    code because a clock would cause graph breaks.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:

@@ -43,7 +43,7 @@ class ShardDims(NamedTuple):
 
     run: tuple[str, ...]  # a sum over these dimensions counts each weight once
     layer: tuple[str, ...]  # these number the parts of this weight
-    row: tuple[str, ...]  # these number parts of its rows; of a vector, which is one unit, its elements
+    row: tuple[str, ...]  # these number parts of its rows; for a vector, which is one unit, parts of its elements
 
 
 class ShardSums:
@@ -442,7 +442,7 @@ class Sharded(ProcessGroupStrategy):
         optimizer, ema = state["optimizer"], state["ema"]
         owned = self._whole.owned if self._whole is not None else {}
         # In one order on all ranks, because all ranks gather together. The state's order differs between ranks if one of
-        # them has no element of a weight: ours give such weights a state before or after the others.
+        # them has no element of a weight: our optimizers give such weights a state before or after the others.
         changed = {
             name: {
                 k: change(name, v) if name not in owned and self._is_elementwise_state(name, v) else v

@@ -107,7 +107,7 @@ def shard_blocks(
 ) -> int:
     """Shard the blocks with a plan over the mesh's ranks, in place. Returns their number. Raises UserError without any.
 
-    `work` times a rank's computation in them before the all-reduce.
+    `work` times a rank's computation in the blocks before the all-reduce.
     """
     styles = own_styles(model)
     plans = [plan for block in blocks if (plan := plan_for(block, styles)) is not None]
@@ -132,7 +132,7 @@ def own_styles(model: torch.nn.Module) -> dict[int, str]:
 
 
 def plan_for(block: torch.nn.Module, styles: Mapping[int, str] | None = None) -> Plan | None:
-    """Return the sharding plan of a block, or None. Matches exact classes: derived ones may compute something else.
+    """Return the sharding plan of a block, or None. Matches exact classes, because derived ones may compute something else.
 
     `styles` are from `own_styles`, for a block with layers among them.
     """
@@ -152,7 +152,7 @@ def plan_for(block: torch.nn.Module, styles: Mapping[int, str] | None = None) ->
 
 
 def _is_plain(module: object, *parts: str) -> bool:
-    """Return True if a module lacks these parts, which would mix all heads or hidden units."""
+    """Return whether a module lacks these parts, which would mix all heads or hidden units."""
     return all(isinstance(getattr(module, part, None), torch.nn.Identity | None) for part in parts)
 
 
@@ -179,7 +179,7 @@ def _shard_by_layout(layout: TensorLayout, mesh: DeviceMesh, work: RankWork) -> 
 
 
 def _shard_by_styles(block: torch.nn.Module, styles: Mapping[str, str], mesh: DeviceMesh, work: RankWork) -> None:
-    """Shard a block by the styles of its layers. Its layers' widths are the heads of an attention, or hidden units."""
+    """Shard a block by the styles of its layers. The widths of its layers are an attention's heads or hidden units."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     made = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}

@@ -13,11 +13,11 @@ from drivetrain.core.step.target_kinds import TargetKind
 
 
 class InvalidValue(KeyError):
-    """A rule has asked for an option or a value that the config did not give rightly. No AttributeError: properties raise it."""
+    """A rule reads an option or a value that is invalid in the config. Not an AttributeError, because properties raise it."""
 
 
 class CheckedValues(dict[str, Any]):
-    """The options or the values of a run. `wrong` names those that are left out: to ask for one raises InvalidValue."""
+    """The options or the values of a run. `wrong` has the names of those left out as invalid: reading one raises InvalidValue."""
 
     def __init__(self, *given: Mapping[str, object]) -> None:
         super().__init__(*given)
@@ -28,7 +28,7 @@ class CheckedValues(dict[str, Any]):
 
 
 class Parts:
-    """The option of each group, as the other groups know it."""
+    """The option of each group, with the type known to the other groups."""
 
     adapter: groups.Adapter
     augment: Sequence[groups.Augment]
@@ -57,14 +57,14 @@ class Parts:
 
 @dataclass
 class RunSpec(Parts):
-    """Holds all options of a run. Each is an attribute with the name of its group."""
+    """All options of a run. Each is an attribute with the name of its group."""
 
     choices: dict[str, Any]  # group → option's name (a list for surgery, augment, logger)
-    values: dict[str, Any]  # the keys of conf/config.yaml that are no group
+    values: dict[str, Any]  # the keys of conf/config.yaml that are not groups
     parts: dict[str, Any] = field(default_factory=dict)  # group → Option, or a list of them
     from_environment: Callable[[str], bool] = lambda _: False  # whether the value of a dotted key came from the environment
-    not_for_recipes: set[str] = field(default_factory=set)  # dotted keys whose values no recipe may have: the operator gave them
-    stages: list[Stage] = field(default_factory=list)  # of the whole run, in their order; [] where nothing changes on the way
+    not_for_recipes: set[str] = field(default_factory=set)  # dotted keys of the operator's values, which no recipe may contain
+    stages: list[Stage] = field(default_factory=list)  # of the whole run, in order; [] if no setting changes during the run
 
     def __getattr__(self, group: str) -> object:
         try:
@@ -94,7 +94,7 @@ class RunSpec(Parts):
 
     @property
     def target_kind(self) -> TargetKind | None:
-        """The kind of the run's targets: as its data says, or else its loss, where that takes a single kind."""
+        """The kind of the run's targets: from its data, or else from its loss, if that takes a single kind."""
         given, takes = self.data.targets, self.loss.takes
         return takes[0] if given is None and len(takes) == 1 else given
 
@@ -114,7 +114,7 @@ class Stage:
 
     @property
     def settings(self) -> str:
-        """The settings that it changes, as they would be typed."""
+        """The changed settings, as a user would type them."""
         return " ".join(f"{key}={_shown(value)}" for key, value in self.changes.items()) or "the config of the run"
 
     @property
@@ -123,7 +123,7 @@ class Stage:
         return f"{self.end}: {self.settings}"
 
     def typed(self) -> str:
-        """The stage as an override gives it."""
+        """The stage in the form of an override."""
         return format_value({**({} if self.until is None else {"until": self.until}), **self.changes})
 
 

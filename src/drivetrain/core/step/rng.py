@@ -1,6 +1,6 @@
 """Random numbers without state: every random choice about the data is a function of (seed, epoch, index, stream).
 
-Therefore it is the same in every worker, thread and rank, on every device, and after a resume.
+So it is the same in every worker, thread and rank, on every device, and after a resume.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def permutation(seed: int, epoch: int, n: int) -> torch.Tensor:
 
 
 KEYED = 1 << 20  # the stream of the first round: no other stream has such a number
-ROUNDS = 8  # after 4, neighbours are visibly dependent (z = 70); after 6, position and sample (z = -3)
+ROUNDS = 8  # after 4, neighbours are visibly dependent (z = 70); after 6, positions and samples are (z = -3)
 
 
 def permuted(seed: int, epoch: int, n: int, positions: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The state of what a user brings: whatever has `state_dict` and `load_state_dict` is saved with the run, and restored."""
+"""The state of a user's objects: those with `state_dict` and `load_state_dict` are saved with the run, and restored."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from drivetrain.core.step import streams
 from drivetrain.core.step.modules import attributes_kept, buffers_kept
 from drivetrain.core.typed import StateDict, Stateful
 
-MOST = 10_000  # objects that are looked at
+MOST = 10_000  # objects to search, at most
 
 
 def find(roots: Mapping[str, object]) -> dict[str, Stateful]:
-    """Return what has a state, by name: of these objects, and of what they keep as attributes and in containers.
+    """Return the objects with a state, by name: among these, and in their attributes and containers.
 
-    A module that is kept in evaluation mode, such as a teacher that does not learn, has none.
+    A module in evaluation mode, such as a fixed teacher, is left out.
     """
     found = {name: value for name, value in walk(roots, into=lambda value: not _has_state(value)) if _has_state(value)}
     return {name: cast(Stateful, value) for name, value in found.items() if name in roots or getattr(value, "training", True)}
 
 
 def walk(roots: Mapping[str, object], into: Callable[[object], bool] = lambda value: True) -> Iterator[tuple[str, object]]:
-    """Yield these objects and what they keep as attributes and in containers, by name. `into` says what is looked through."""
+    """Yield these objects and those in their attributes and containers, by name. `into`: whether to search an object."""
     waiting = list(roots.items())
     seen: set[int] = set()
     for name, value in waiting:
@@ -49,9 +49,9 @@ def _has_state(value: object) -> bool:
 
 @contextmanager
 def untouched(kept: Mapping[str, object], *more: object) -> Iterator[None]:
-    """At the end of the context what the user brought, random streams, and `more` buffers and tensors are as they were.
+    """At the end of the context the user's objects, random streams, and `more` buffers and tensors are as they were before.
 
-    Of what was brought: states, buffers, and the attributes of objects of classes that are no library's.
+    Of the user's objects this restores states, buffers, and the attributes of objects whose class is not a library's.
     """
     moved = [(stream, stream.save()) for stream in streams.kept_by(*kept.values())]
     owners = [value for _, value in walk(kept) if not streams.is_library(type(value).__module__)]
@@ -69,9 +69,9 @@ def untouched(kept: Mapping[str, object], *more: object) -> Iterator[None]:
 
 
 def of_run(context: BuildContext, metrics: Sequence[Any]) -> dict[str, Stateful]:
-    """Return what has a state of that which the user brought to a run, by name."""
+    """Return the user's objects with a state in a run, by name."""
     kept = context.loss.keeps()
-    kept |= {f"metrics.{metric.name}": metric.state for metric in metrics if metric.state.state_dict()}  # few keep any
+    kept |= {f"metrics.{metric.name}": metric.state for metric in metrics if metric.state.state_dict()}  # few have one
     sets = {"train": context.train_data}
     for split, named in context.evaluated.items():
         sets |= {f"{split}.{name}" if name else split: pipeline for name, pipeline in named.items()}
@@ -82,7 +82,7 @@ def of_run(context: BuildContext, metrics: Sequence[Any]) -> dict[str, Stateful]
 
 
 def unsavable(name: str, owner: Stateful) -> Iterator[str]:
-    """Yield why the state of what the user calls `name` cannot be saved, where it cannot."""
+    """Yield why the state of the user's object `name` cannot be saved, if it cannot."""
     file = io.BytesIO()
     try:
         torch.save(owner.state_dict(), file)
@@ -96,17 +96,17 @@ def unsavable(name: str, owner: Stateful) -> Iterator[str]:
 
 @dataclass
 class OwnState:
-    """The state of a run's own objects on all ranks: once where it is the same on all of them, else that of each."""
+    """The state of a run's own objects on all ranks: a single one if all are equal, else that of each rank."""
 
     owners: Mapping[str, Stateful] = field(default_factory=dict)
     parallel: groups.Parallel | None = None
 
     def check(self) -> None:
-        """Raise UserError where a checkpoint cannot hold a state: it is loaded without code."""
+        """Raise UserError if a checkpoint cannot hold a state: checkpoints are loaded without running code."""
         refuse(problem for name, owner in self.owners.items() for problem in unsavable(name, owner))
 
     def state_dict(self) -> StateDict:
-        """Return `ranks`, the states of all ranks by name, or one that all have. Called on all ranks; for rank 0."""
+        """Return `ranks`: the states of all ranks by name, or a single one if they are equal. Called on all ranks; for rank 0."""
         if not self.owners or self.parallel is None:
             return {}
         here = {name: owner.state_dict() for name, owner in self.owners.items()}
@@ -124,7 +124,7 @@ class OwnState:
                 owner.load_state_dict(before[name])
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load a `state_dict()`. Raises UserError where ranks have different states, and there are not as many now."""
+        """Load a `state_dict()`. Raises UserError if ranks have different states, and their number has changed."""
         ranks: Sequence[StateDict] = state.get("ranks", [])
         if not ranks or self.parallel is None:
             return

@@ -1,4 +1,4 @@
-"""`drivetrain bisect`: which of the changes from GOOD to BAD make it slower, or its result worse."""
+"""`drivetrain bisect`: finds the changes from GOOD to BAD that make a run slower, or its result worse."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from drivetrain.ui.output import echo
 SAME_DATA = ("task", "data")  # groups whose options the two must share
 NOT_TOLD = ("output_dir", "recipe", "resume", "resume_changed")  # if they differ
 NEVER_TRIED = (*NOT_TOLD, "trust", "select", "logger")
-# The length of a run, and its random numbers: a step is as fast with others.
+# The length of a run and its random numbers do not change the speed of a step.
 NOT_OF_SPEED = ("epochs", "updates", "evaluate_every", "evaluate_batch", "stop", "runtime.seed")
-NOT_OF_QUALITY = ("runtime.seed", "saving")  # seeds are paired, and a saved run learns nothing from that
+NOT_OF_QUALITY = ("runtime.seed", "saving")  # seeds are paired, and saving does not change the training
 
 
 def read_side(word: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> VariantSpec:
-    """GOOD or BAD, as a word of the command line names it, with the overrides that both have. Raises UserError.
+    """GOOD or BAD from its word in the command line, with the overrides common to both. Raises UserError.
 
     The overrides of a run come on top of its own config.
     """
@@ -73,7 +73,7 @@ def read_side(word: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
 
 
 def sheet_of(search: ChangeSearch, seconds: float) -> sheet.Sheet:
-    """The answer, what was tried, and the changes by their numbers."""
+    """The answer, the trials, and the numbered changes."""
     subsets = search.measurer.subsets
     answer, *more = conclusion(search, seconds)
     changes = sheet.folded("The changes", [table_of(subsets.numbered)], is_open=True)
@@ -106,7 +106,7 @@ def conclusion(search: ChangeSearch, seconds: float) -> list[str]:
 
 
 def as_dict(search: ChangeSearch, seconds: float, facts: JsonObject) -> JsonObject:
-    """The content of bisect.json. An effect is [estimate, low, high], with null for a bound where there were too few pairs."""
+    """The content of bisect.json. An effect is [estimate, low, high]; a bound is null if there were too few pairs."""
     subsets, keys = search.measurer.subsets, search.measurer.subsets.keys
 
     def plain(found: Measured | None) -> list[float | None] | None:

@@ -1,4 +1,4 @@
-"""The verdict on two traces: are their differences those of rounding? If not, which is the first that is not?"""
+"""The verdict on two traces: is rounding the cause of all their differences? If not, which is the first other one?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PHASES = (
     "samples", "start", "inputs", "targets", "forward", "loss", "buffers", "gradient", "clipped gradient", "learning rate",
     "optimizer state", "weights", "average", "evaluation",
 )  # fmt: skip
-WHOLE = 4096  # elements up to which a tensor is kept as it is
+WHOLE = 4096  # elements of the largest tensor that is kept without a sketch
 BUCKETS = 256  # of a larger tensor's sketch
 ROW_BUCKETS = 16  # of the sketch of one sample's activations
 FLOAT32 = 2.0**-24  # the largest relative error of one rounding to float32
@@ -31,11 +31,11 @@ class TracedTensor:
     """One tensor of a trace."""
 
     values: Array  # float64: the tensor or its sketch
-    rounding: float = 0.0  # the norm of what storing it in its number format may lose
-    shape: tuple[int, ...] = ()  # of one sample's part, or the elements of a tensor: others are not compared
+    rounding: float = 0.0  # the largest norm of the error of storing it in its number format
+    shape: tuple[int, ...] = ()  # of one sample, or (elements,) of a tensor: other shapes are not compared
 
     def distance(self, other: TracedTensor) -> float:
-        """Return the norm of the difference; infinite where one of the two is not finite."""
+        """Return the norm of the difference; infinite if one of the two is not finite."""
         distance = float(np.linalg.norm(self.values - other.values))
         if math.isfinite(distance):
             return distance
@@ -58,10 +58,10 @@ class Trace:
     entries: dict[Key, TracedTensor] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)  # module's name → its class
     settings: dict[str, dict[str, object]] = field(default_factory=dict)  # parameter's name → its optimizer settings
-    random: list[str] = field(default_factory=list)  # what drew random numbers in the forward; empty where nothing did
+    random: list[str] = field(default_factory=list)  # the parts of the forward that drew random numbers
     skipped: int = 0  # updates that an overflow skipped
-    notice: str = ""  # what the run's precision does not do on this device
-    unseen: list[str] = field(default_factory=list)  # what cannot be looked into, and why, for the report
+    notice: str = ""  # the precision's message if it has no effect on this device
+    unseen: list[str] = field(default_factory=list)  # the parts that cannot be observed, and why, for the report
 
 
 @dataclass
@@ -75,7 +75,7 @@ class TracedRows:
 
     @staticmethod
     def entry(parts: Sequence[TracedRows]) -> TracedTensor | None:
-        """Return all rows in the order of the samples; None where the parts are of different shapes."""
+        """Return all rows in the order of the samples; None if the parts have different shapes."""
         if len({part.shape for part in parts}) > 1:
             return None
         indices = np.concatenate([part.indices for part in parts])
@@ -85,7 +85,7 @@ class TracedRows:
 
 @lru_cache(maxsize=64)
 def _signs(count: int) -> torch.Tensor:
-    """Random signs (count,), the same in every run. They are a prefix of those of more elements."""
+    """Random signs (count,), the same in every run. Those of fewer elements are a prefix of those of more."""
     size = 1 << max(12, (count - 1).bit_length())
     signs = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(20), dtype=torch.int8)
     return signs.mul_(2).sub_(1)[:count]
@@ -105,7 +105,7 @@ def roundoff(dtype: torch.dtype) -> float:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor: all of it where ranks hold shards. Called on all ranks."""
+    """Return a plain tensor: the whole one if ranks hold shards. Called on all ranks."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -120,7 +120,7 @@ def of_tensor(tensor: torch.Tensor, scale: float = 1.0) -> TracedTensor:
 def of_rows(tensor: torch.Tensor, is_target: bool = False) -> tuple[Array, float, tuple[int, ...]]:
     """Return sketches (n, buckets) of a batch's samples, the format's rounding, and the shape of one sample.
 
-    Padding of tokens (0) and of targets (negative) counts nothing, so that batches padded to other lengths compare.
+    Padding of tokens (0) and of targets (negative) adds nothing, so that batches padded to different lengths can be compared.
     """
     rows = tensor.detach().reshape(len(tensor), -1)
     if not rows.is_floating_point():
@@ -136,26 +136,26 @@ def of_numbers(*numbers: float, rounding: float = 0.0) -> TracedTensor:
 
 
 MARGIN = 8.0  # times the floor: a difference above it is not rounding
-TRUSTED = 30.0  # times the random rounding: up to there what a run measures of itself counts as rounding
+TRUSTED = 30.0  # times the random rounding: up to this limit, a run's differences from itself count as rounding
 UNEXPLAINED = 0.02  # share of a tensor that a common factor may leave unexplained
-NEVER_ROUNDED = {"samples", "start", "inputs", "targets", "learning rate"}  # but when they are stored
-ALWAYS_COMPARED = ("samples", "start")  # also where the two runs have other shapes: then they differ
+NEVER_ROUNDED = {"samples", "start", "inputs", "targets", "learning rate"}  # except when they are stored
+ALWAYS_COMPARED = ("samples", "start")  # even if the two runs have different shapes: this is a difference
 INSIDE = ("forward", "buffers", "average")  # a model may be rearranged: its output and its parameters decide
 EXACT, CLOSE, DIFFERS, NO_EFFECT = "exact", "within rounding", "differs", "no effect"
 
 
 @dataclass
 class Floors:
-    """Runs that differ from the reference by rounding and the order of sums alone.
+    """Runs that differ from the reference only by rounding and the order of sums.
 
-    A floor is relative to the entry's size, and the largest of all updates up to the next one: a ReLU that rounding flips makes
-    few entries differ much. Where it is below the median of its phase, the median holds, for the same reason.
+    A floor is relative to the entry's size, and is the largest of all updates up to the next one: a ReLU that rounding flips
+    makes few entries differ much. A floor is at least the median of its phase, for the same reason.
     """
 
     permuted: Sequence[Trace] = ()  # the reference with the samples of each micro-batch in another order
     shadow: Trace | None = None  # the reference in float64
     rounded: Sequence[Trace] = ()  # the shadow, with each operation rounded at random
-    tested: Sequence[Trace] = ()  # the tested run, and the same with its samples in other orders: sums in its own format
+    tested: Sequence[Trace] = ()  # the tested run, then with its samples in other orders: the effect of sums in its own format
 
     def relative_to(self, reference: Trace) -> dict[Key, float]:
         """Return the floor of each entry, relative to the size of the reference's."""
@@ -171,7 +171,7 @@ class Floors:
         return floors
 
     def of(self, key: Key, reference: TracedTensor) -> float:
-        """Return the largest difference that rounding gives to an entry."""
+        """Return the largest difference that rounding can cause in an entry."""
         permuted = [trace.entries[key] for trace in self.permuted if key in trace.entries]
         floor = max([reference.rounding, *(o.distance(reference) for o in permuted if o.comparable(reference))])
         exact = self.shadow.entries.get(key) if self.shadow is not None else None
@@ -181,7 +181,7 @@ class Floors:
         rounding = max([reference.rounding, *(o.distance(exact) for o in rounded if o.comparable(exact))])
         orders = [trace.entries[key] for trace in self.tested if key in trace.entries]
         measured = [exact.distance(reference), *(o.distance(orders[0]) for o in orders[1:] if o.comparable(orders[0]))]
-        # More than that is none of rounding: a fault that depends on the order, or a reference that is not its own shadow.
+        # A larger one is not rounding: it is a fault that depends on the order, or between the reference and its shadow.
         return max(floor, rounding, *(distance for distance in measured if distance <= TRUSTED * rounding))
 
 
@@ -192,8 +192,8 @@ class Finding:
     key: Key
     distance: float  # the norm of the difference
     floor: float
-    size: float  # the norm of the reference's
-    decides: bool  # a layer inside the model may give something else, as long as the model's output is the same
+    size: float  # the norm of the reference's entry
+    decides: bool  # False for a layer inside the model: it may differ as long as the model's output is the same
 
     @property
     def ratio(self) -> float:
@@ -212,7 +212,7 @@ class Finding:
 
 @dataclass
 class TraceVerdict:
-    """The answer, and what it rests on."""
+    """The answer and its evidence."""
 
     answer: str  # EXACT, CLOSE, DIFFERS or NO_EFFECT
     bit_for_bit: bool
@@ -242,7 +242,7 @@ def may_have_flipped(verdict: TraceVerdict) -> bool:
 
 
 def same_in_float64(tested: Trace, reference: Trace, permuted: Sequence[Trace]) -> bool:
-    """True if two runs in float64 differ by less than float32 rounds, or by what the order of sums changes."""
+    """True if two runs in float64 differ only by as much as rounding to float32 or the order of sums can cause."""
     entries = {
         key: replace(entry, rounding=max(entry.rounding, FLOAT32 / MARGIN * entry.size))
         for key, entry in reference.entries.items()
@@ -266,9 +266,9 @@ def _findings(tested: Trace, reference: Trace, floors: Floors) -> Iterable[Findi
 
 
 def common_factor(pairs: Iterable[tuple[TracedTensor, TracedTensor]]) -> float | None:
-    """Return the factor between all of these entries of the reference and of another run, where there is one that is not 1.
+    """Return the common factor from these entries of the reference to those of another run; None if there is none or it is 1.
 
-    Entries that are the same in both, or nothing in the reference, say nothing of it.
+    Entries that are equal in both, or zero in the reference, are left out.
     """
     factors = []
     for ours, other in pairs:

@@ -1,4 +1,4 @@
-"""`drivetrain recipe diff`: where two recipes or runs differ, and the results of each."""
+"""`drivetrain recipe diff`: the differences between two recipes or runs, and the results of each."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
 
 
 def _read(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> tuple[RunFiles, claims.Claim | None]:
-    """The files of a run, or a recipe's config with these overrides as those of one, and what the recipe claims."""
+    """The files of a run, or a recipe's config with these overrides in the same form; and the recipe's claim."""
     if (path := Path(name)).is_dir():
         if not (path / "config.yaml").is_file():
             raise UserError(f"{name} is no run's directory (no config.yaml in it): name one such as outputs/<date>/<time>-<id>")
@@ -64,7 +64,7 @@ def _read(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> tu
 
 
 def _rows(both: Sequence[RunFiles]) -> list[tuple[str, ...]]:
-    """The differences of the configs, and the results of runs among them: the report's table, a row a column."""
+    """The differences of the configs and the results of the runs: the report's table, transposed."""
     found = run_table.table(both, None)
     columns = dict(zip(found.header, zip(*found.texts(), strict=True), strict=True))
     columns["device"] = tuple(str(run.result.device_name or run.result.device) if run.result else "–" for run in both)

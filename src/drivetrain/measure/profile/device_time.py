@@ -1,4 +1,4 @@
-"""Shares of an update's time by what the device and the host do."""
+"""Shares of an update's time by the activity of the device and the host."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSyn
 
 
 def device_shares(trainer: Trainer, stream: TrackedStream) -> dict[str, float]:
-    """Shares of an update's time: an accelerator's own of kernels and copies, and the host's that waits for it.
+    """Shares of an update's time: of an accelerator in kernels and copies, and of the host in waits for it.
 
-    Empty where the profiler sees nothing of the device.
+    Empty if the profiler records nothing of the device.
     """
     silence_profiler()
-    # The host, and the device where the profiler knows its type: CUDA, XPU; not MPS.
+    # The host, and the device if the profiler supports its type: CUDA and XPU, not MPS.
     of_device = getattr(ProfilerActivity, trainer.device.type.upper(), ProfilerActivity.CPU)
     with profile(activities=[*{ProfilerActivity.CPU, of_device}]) as profiler:
         began = time.perf_counter()
@@ -40,7 +40,7 @@ def device_shares(trainer: Trainer, stream: TrackedStream) -> dict[str, float]:
 
 def _device_shares(events: Iterable[FunctionEvent], whole_us: float) -> dict[str, float]:
     on_host = [e for e in events if e.device_type == DeviceType.CPU]
-    # A named range of the host, such as torch's own of the optimizer, is repeated on the device, with the gaps in it.
+    # A named range of the host, such as torch's range of the optimizer, is also an event of the device, with its gaps.
     on_device = [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
     if not on_device:
         return {}

@@ -1,4 +1,4 @@
-"""Records torch's operations, of a backward too, each with the user's line that called it."""
+"""Records torch's operations, also those of a backward, each with the user's line that called it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_LAYERS = (
 
 @dataclass
 class TimedOperation:
-    """One operation of the forward, or of any other code; its backward is added once that runs."""
+    """One operation of the forward or of other code; the time of its backward is added when it runs."""
 
     name: str
     found: Found
@@ -44,7 +44,7 @@ class TimedOperation:
     ms: float = 0.0
     backward_ms: float = 0.0
     backward_operations: int = 0
-    wasted: bool = False  # nothing of it takes part in the backward
+    wasted: bool = False  # its result takes no part in the backward
 
     @property
     def needed(self) -> bool:
@@ -53,7 +53,7 @@ class TimedOperation:
 
 
 class OperationRecorder(TorchDispatchMode):
-    """Records operations while it is entered. Its own time, which is more than theirs, is not in theirs."""
+    """Records operations while it is entered. Their times exclude its own, which is longer."""
 
     def __init__(self, phase: Callable[[], str], clock: Clock, root: CodeType, small_size: int) -> None:
         """`small_size`: the elements of a tensor that is small."""
@@ -101,9 +101,9 @@ class OperationRecorder(TorchDispatchMode):
         return operation, False
 
     def _forward_of(self, node: Node) -> TimedOperation | None:
-        """Return the operation whose backward a node is; that of the last one, where a node only adds up gradients.
+        """Return the operation whose backward a node is; for a node that only adds up gradients, that of the last one.
 
-        The node counts as visited, with all that come after it in the backward.
+        The node counts as visited, with all later ones of the backward.
         """
         nodes = [node] if node._sequence_nr() not in self._visited else []
         while nodes:

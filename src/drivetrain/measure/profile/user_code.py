@@ -1,4 +1,4 @@
-"""The user's own code in a stack: which line of it an instant or an operation belongs to."""
+"""Finds the line of the user's own code that a stack belongs to."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SHOWN = 60  # characters of a line's text
 
 
 class Site(NamedTuple):
-    """One call in the user's own code: several may stand on one line."""
+    """One call in the user's own code; a line may have several."""
 
     code: CodeType
     instruction: int
@@ -59,9 +59,9 @@ class Site(NamedTuple):
 class Found(NamedTuple):
     """The facts that a stack shows."""
 
-    site: Site | None = None  # of the innermost frame of the user's own
+    site: Site | None = None  # of the innermost frame in the user's own code
     in_layer: bool = False  # it called a module of a library, such as one of torch.nn
-    in_backward: bool = False  # the backward runs, and no code of the user's within it
+    in_backward: bool = False  # the backward runs, and no user's code within it
 
 
 @cache
@@ -76,7 +76,7 @@ _BACKWARD = (torch.autograd.graph._engine_run_backward.__code__, backpropagate._
 
 
 def find(frame: FrameType | None, root: CodeType | None = None) -> Found:
-    """Look for the user's own code in a stack, within what the frame of `root` called."""
+    """Look for the user's own code in a stack, among the frames called by that of `root`."""
     in_layer = False
     while frame is not None and frame.f_code is not root:
         code = frame.f_code

@@ -29,16 +29,16 @@ from drivetrain.ui.pages import runs as pages
 from drivetrain.ui.pages.run_table import Target
 
 ENDED = ("completed", "failed", "diverged")  # the statuses of runs that ended by themselves
-LOOKED_AT = 512  # samples of a set, at random; the worst of them are shown
-MOMENTS = 2.0  # seconds of training: so many samples are looked at when a run ends
+LOOKED_AT = 512  # random samples of a set, from which the worst are shown
+MOMENTS = 2.0  # seconds of training: as many samples are evaluated when a run ends
 Repeats = dict[tuple[int, int], RunFiles]  # the runs of one config by their values of REPEATS
 
 
 def summarize_repeats(runs: Sequence[RunFiles], target: Target = None) -> sheet.Table:
-    """A row for each config that was run with several seeds, or on several folds: its metric's mean and deviation, and a verdict.
+    """A row for each config with runs of several seeds or folds: its metric's mean and deviation, and a verdict.
 
-    The verdict on its quality is against the first such config on the same data and loss, the oldest, seed by seed and fold by
-    fold. Runs that were stopped are left out. With a `target` each row says how many reached it, and the fastest comes first.
+    The verdict compares its quality with the oldest such config on the same data and loss, seed by seed and fold by fold.
+    Stopped runs are left out. With a `target` each row has the number of runs that reached it, and the fastest comes first.
     """
     groups: dict[str, Repeats] = {}
     for run in runs:
@@ -80,7 +80,7 @@ def summarize_repeats(runs: Sequence[RunFiles], target: Target = None) -> sheet.
 
 
 def _repeated(places: Sequence[tuple[int, int]]) -> str:
-    """The difference between runs of one config, in a word."""
+    """The word for the repetitions of one config: seeds, folds or runs."""
     seeds, folds = (len({place[n] for place in places}) > 1 for n in (0, 1))
     return "runs" if seeds and folds else "folds" if folds else "seeds"
 
@@ -97,7 +97,7 @@ def _ends(group: Repeats) -> list[float]:
 
 
 def _spread(group: Repeats, of: str) -> tuple[str, str]:
-    """The mean and standard deviation of a metric, which is named where it is not that `of` all, and the runs that completed."""
+    """The mean and deviation of a metric, with its name unless it is that `of` all, and the number of completed runs."""
     values, metric = _ends(group), next((run.metric for run in group.values() if run.metric), None)
     named = f"{metric[0]} " if metric and not of else ""
     found = f"{named}{statistics.mean(values):.4f} ± {deviation(values):.4f}" if len(values) > 1 else "–"
@@ -110,7 +110,7 @@ class ReportSettings:
 
     # A value of the metric, or accuracy>=0.98. None: the worst of the completed runs' best values
     target: float | str | None = None
-    samples: CountOrZero = 12  # of the page of one run: the worst ones, and as many others
+    samples: CountOrZero = 12  # on the page of one run: the worst ones, and as many others
     out: str | None = None  # a folder; None: the folder of the one run, or a new one under outputs/report
 
 
@@ -148,7 +148,7 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
 
 
 def of_sweep(folder: Path) -> None:
-    """Write the page and the CSV of a sweep's runs into its folder, where some began and the disk has room."""
+    """Write the page and the CSV of a sweep's runs into its folder, if any began and the disk has room."""
     with suppress(OSError, UserError):
         runs = find([folder])
         if (repeats := summarize_repeats(runs)).rows:
@@ -158,16 +158,16 @@ def of_sweep(folder: Path) -> None:
 
 
 def add_samples(result: Result) -> None:
-    """Add samples to the page that a run of one process left, as many as it trained on in some moments."""
+    """Add samples to the page of a run in one process, as many as it trains on in MOMENTS seconds."""
     place = result.run_dir / pages.FILE if result.run_dir is not None else None
     if place is not None and place.exists() and result.status == "completed" and result.world_size == 1:
         most = min(LOOKED_AT, max(ReportSettings.samples, int(MOMENTS * (result.samples_per_second or 0))))
-        with suppress(OSError):  # a full disk loses the samples
+        with suppress(OSError):  # on a full disk there are no samples
             _sheet([read(place.parent)], None, place.parent, ReportSettings.samples, most).write(place)
 
 
 def _sheet(runs: Sequence[RunFiles], target: Target, folder: Path, count: int = 0, most: int = LOOKED_AT) -> sheet.Sheet:
-    """The sheet of runs; of one with `count` of the worst of `most` samples and as many others, where it has kept its weights."""
+    """The sheet of runs; for one with saved weights, with the worst `count` of `most` samples and as many others."""
     shown = len(runs) == 1 and count and (runs[0].path / "checkpoints").is_dir()
     repeats = summarize_repeats(runs, target)
     samples = samples_of(runs[0], count, most) if shown else ()

@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 class TrainedRun(Result):
-    """The result of a run that a program has started. A notebook shows its figures and its page."""
+    """The result of a run started by a program. A notebook shows its figures and its page."""
 
     _has_samples = False
 
     @classmethod
     def of(cls, result: Result) -> Self:
-        """Return a result with all that a program can ask of it."""
+        """Return the result with a program's attributes."""
         made = cls(**{each.name: getattr(result, each.name) for each in fields(result) if each.init})
         made.code, made.signal = result.code, result.signal
         return made
 
     def model(self) -> torch.nn.Module:
-        """Return the model in evaluation mode, with the best weights that the run kept. Raises UserError where it kept none."""
+        """Return the model in evaluation mode, with the best saved weights. Raises UserError if there are none."""
         from drivetrain.inference.loaded import load
 
         if self.run_dir is None:
@@ -35,7 +35,7 @@ class TrainedRun(Result):
 
     @property
     def page(self) -> Path | None:
-        """The HTML page of the run, with its worst samples; None where it left none."""
+        """The HTML page of the run, with its worst samples; None if it has none."""
         from drivetrain.measure.report import report
         from drivetrain.ui.pages import runs
 
@@ -46,7 +46,7 @@ class TrainedRun(Result):
         return place if place is not None and place.exists() else None
 
     def _repr_html_(self) -> str:
-        """The page, and the figures as a table for readers that show no frames."""
+        """The page, and the figures as a table for viewers without frames."""
         from drivetrain.ui import notebook
 
         page, table = self.page, super()._repr_html_()

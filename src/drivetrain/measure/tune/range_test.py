@@ -15,8 +15,8 @@ from drivetrain.ui.pages import charts
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
 
-LOW, HIGH = 1e-6, 10.0  # the usual rates of any optimizer lie between
-SMOOTHING = 4  # losses to each side that are averaged; a centred mean does not shift the curve, as a running mean would
+LOW, HIGH = 1e-6, 10.0  # the usual rates of all optimizers are between these
+SMOOTHING = 4  # averaged losses on each side; a centred mean does not shift the curve, unlike a running mean
 MIN_FALL = 0.02  # of the first loss: a smaller fall is noise
 DIVERGED = 4.0  # times the first loss
 
@@ -25,9 +25,9 @@ DIVERGED = 4.0  # times the first loss
 class RangeTest:
     """The learning rate range test (Smith 2015): a few updates, each with a higher rate than the one before, and their losses.
 
-    Its result is advice. It sees the first updates only, from freshly initialized weights, each at a rate that changes at once.
-    The best rate of a whole run, with its schedule and warm-up, is often several times away from it, and lower where training
-    is long and batches are noisy.
+    Its result is advice. It sees only the first updates, from freshly initialized weights, and each rate for one update. The
+    best rate of a whole run, with its schedule and warm-up, is often several times higher or lower, and lower for long training
+    and noisy batches.
     """
 
     rates: list[float]
@@ -42,7 +42,7 @@ class RangeTest:
 
     @property
     def steepest(self) -> float | None:
-        """The rate at which the loss fell fastest on its way to the lowest; None where it never fell."""
+        """The rate at which the loss fell fastest on its way to the lowest; None if it never fell."""
         lowest = self.smoothed.index(min(self.smoothed))
         falls = [a - b for a, b in zip(self.smoothed[:lowest], self.smoothed[2 * SMOOTHING : lowest + 1], strict=False)]
         if not falls or self.smoothed[0] - self.smoothed[lowest] < MIN_FALL * self.smoothed[0]:
@@ -51,7 +51,7 @@ class RangeTest:
 
     @property
     def bound(self) -> float | None:
-        """A tenth of the rate with the lowest loss, near the highest that trains; None where the loss never fell."""
+        """A tenth of the rate with the lowest loss, near the highest that trains; None if the loss never fell."""
         return None if self.steepest is None else self.rates[self.smoothed.index(min(self.smoothed))] / 10
 
 

@@ -17,7 +17,7 @@ from drivetrain.optimizer.algorithms.flat_optimizer import Chunk, FlatOptimizer
 class LayerwiseOptimizer(FlatOptimizer):
     """The base of optimizers that update a chunk in two halves: `measure` computes norms, and `move` updates by them.
 
-    With `set_shards` the parameters are a rank's parts of others. All chunks are then measured before the first one moves, and
+    With `set_shards` the parameters are a rank's parts of whole ones. All chunks are measured before the first one moves, and
     the squares of all norms are added up over the ranks at once.
     """
 
@@ -27,9 +27,9 @@ class LayerwiseOptimizer(FlatOptimizer):
     def set_shards(
         self, sums: Callable[[Sequence[Tensor]], list[Tensor]] | None, norm: Callable[[Sequence[Tensor], float], Tensor]
     ) -> None:
-        """Take part of each parameter: `sums` adds up numbers over the ranks, `norm` is that of the whole model's gradients.
+        """Take part of each parameter: `sums` adds up numbers over the ranks, `norm` is the norm of the whole model's gradients.
 
-        Without sums these are whole parameters, and other ranks have others.
+        Without `sums` these are whole parameters, and other ranks have the others.
         """
         self._sums, self._norm, self.own_work = sums or list, norm, sums is not None
 
@@ -96,7 +96,7 @@ class Lamb(LayerwiseOptimizer):
     def _norm_of_all(self, chunks: list[Chunk]) -> Tensor:
         if self._norm is not None:
             return self._norm([p for group in self.param_groups for p in group["params"]], 2.0)
-        device = chunks[0].step.device  # a model may lie on several
+        device = chunks[0].step.device  # a model may be on several devices
         norms = [torch.linalg.vector_norm(chunk.grads()).to(device) for chunk in chunks]
         found: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return found

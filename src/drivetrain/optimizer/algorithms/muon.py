@@ -25,15 +25,15 @@ class Muon(torch.optim.Optimizer):
         M ← μ · M + (1 - μ) · G
         W ← W - lr · decay · W - lr · scale · NS(nesterov: (1 - μ) · G + μ · M)
 
-    A convolution's kernel is a matrix of (out, in·h·w); a group may be `stacked`, (n, rows, columns), or `transposed`, with
-    columns as the outputs, for which the scale counts as rows. NS, `ns_steps` Newton-Schulz iterations in bfloat16, makes all
+    A convolution's kernel is a matrix of (out, in·h·w); a group may be `stacked`, (n, rows, columns), or `transposed`: its
+    columns are the outputs, and count as rows for the scale. NS, `ns_steps` Newton-Schulz iterations in bfloat16, makes all
     singular values about 1. Matrices of one shape and device are updated together. The scale is √max(1, rows / columns); with
     `match_rms_adamw` it is 0.2 · √max(rows, columns), which gives updates the size of AdamW's (Liu et al. 2025). On matrices
     this equals torch.optim.Muon, which takes no convolutions and works on one matrix at a time.
 
     With `normalize` "neurons" NS's result O is divided by the root of a running mean, v ← β v + (1 - β) · mean(O²), of each
-    output's own row, and then has the norm of O again (Li et al. 2025, NorMuon). With `cautious_decay` only those elements decay
-    which the update draws towards zero too (Chen et al. 2025).
+    output's own row, and then rescaled to the norm of O (Li et al. 2025, NorMuon). With `cautious_decay` only those elements
+    decay that the update also moves towards zero (Chen et al. 2025).
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(matrices, moves)
 
     def _by_neuron(self, directions: Tensor, params: list[Tensor], sizes: list[int], inputs: int, beta: float) -> Tensor:
-        """(n, rows, columns) → each output's row by the root of its running mean square; a matrix keeps its norm.
+        """(n, rows, columns) → each output's row divided by the root of its running mean square; a matrix keeps its norm.
 
         `inputs` is the dimension of the inputs.
         """
@@ -113,7 +113,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _matrix(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor as (out, the rest in the memory order of `like`): a view where that is its own order."""
+    """The tensor as (out, the rest in the memory order of `like`): a view if it already has that order."""
     order = memory_order(like)
     if order is not None and order[0] != 0:
         raise ValueError(
@@ -152,7 +152,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             member.step()
 
     def state_dict(self) -> StateDict:
-        """The state of all, as that of one optimizer."""
+        """The state of all members, in the form of one optimizer's."""
         parts = [by_name(member.state_dict()) for member in self.members]
         states = {name: state for part in parts for name, state in part["state"].items()}
         return {"state": states, "param_groups": [group for part in parts for group in part["param_groups"]]}

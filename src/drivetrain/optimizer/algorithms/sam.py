@@ -19,7 +19,7 @@ class Sam(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
-        """Run the closure at the weights, and where the loss rises most from there; then update by the second gradient."""
+        """Run the closure at the weights and at w + ε, then update by the second gradient."""
         loss = closure()
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         steps = [p.grad * p.abs() if self.adaptive else p.grad for p in moved]
