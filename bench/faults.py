@@ -159,7 +159,7 @@ FAULTS = (
     Fault("checkpoints/ becomes read-only", "exit 1; the last checkpoint is safe", 1, SAFE, "read_only", before=needs("chattr")),
     Fault("the disk is full before the run", "exit 2; no run begins", 2, "No space left on device", disk="40k", resumes=False),
     Fault("the run's directory is moved", "saved where it went, exit 1", 1, r"was moved to .*go on with resume=", "run_moved"),
-    Fault("the run's directory is removed", "saved beside it, exit 1", 1, r"was removed.*go on with resume=", "run_removed",
+    Fault("the run's directory is removed", "saved next to it, exit 1", 1, r"was removed.*go on with resume=", "run_removed",
           lost=("losses", "evaluations")),
     Fault("checkpoints/ is a link", "exit 1 at the next save", 1, "is a link", after=link_checkpoints, resumes=False),
     Fault("a bit of the weights flips", "passed over for the checkpoint before", 0, "damaged model.safetensors.*passed over",
