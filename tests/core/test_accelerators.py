@@ -23,7 +23,7 @@ class Driver:
         self.capabilities, self.error, self.chosen = capabilities, error, 0
 
     def cuInit(self, flags):
-        return self.error
+        return self.error or flags  # any flag is an invalid value
 
     def cuDriverGetVersion(self, version):
         version._obj.value = 13020
@@ -206,7 +206,7 @@ def nvml(monkeypatch):
             raise NVMLError("not supported")
         return made.counter
 
-    made.nvmlInit = lambda: None
+    made.nvmlInit = lambda: made.asked.append("init")  # nothing answers before
     made.nvmlDeviceGetHandleByUUID = lambda uuid: made.asked.append(uuid)
     made.nvmlDeviceGetTotalEnergyConsumption = total
     made.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=total(handle) // 100)
@@ -218,7 +218,7 @@ def nvml(monkeypatch):
 
 def test_joules_and_use_are_read_from_the_devices_counter(nvml):
     assert accelerators.used(torch.device("cuda", 0)) == ("GPU-ab-12", 5.0)
-    assert nvml.asked == ["GPU-ab-12"]
+    assert nvml.asked == ["init", "GPU-ab-12"]
     assert accelerators.busy(torch.device("cuda", 0)) == 0.5
 
 
