@@ -3,10 +3,10 @@
 import os
 import sys
 
-# `python -m drivetrain` puts the working directory first on the import path, where a stranger's typing.py may lie. It goes before
-# anything is imported, `annotations` of `__future__` too.
+# `python -m drivetrain` puts the working directory first on the import path, where a stranger's typing.py may lie. It is
+# removed before any import, even of `annotations` from `__future__`.
 if (
-    sys.argv[:1] == ["-m"]  # Python looks for the module, whose word stands before the arguments
+    sys.argv[:1] == ["-m"]  # Python is still looking up the module, named before the arguments
     and "drivetrain" in sys.orig_argv[-len(sys.argv)].partition(".")[0]
     and not sys.flags.safe_path
     and (not sys.path[0] or sys.path[0] == os.getcwd())
@@ -52,7 +52,7 @@ def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keyw
     """Run `python -m src.train -m <overrides>`, such as ["optimizer=sgd,adamw"], and return its runs, as `runs` does.
 
     Keywords are overrides too: sweep(optimizer="sgd,adamw"). It needs pandas (pip install 'drivetrain[pandas]'). Raises
-    `drivetrain.core.errors.UserError` where no job can run; jobs that fail are rows with their `status` and `error`.
+    `drivetrain.core.errors.UserError` if no job can run; jobs that fail are rows with their `status` and `error`.
     """
     from drivetrain.core.options.overrides import words_of
     from drivetrain.measure.report import report
@@ -68,12 +68,12 @@ def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keyw
 
 @isolated()
 def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: object) -> "Comparison":
-    """Run `drivetrain compare <overrides>`, such as ["precision=fp32,bf16", "quality=true"], and return what was measured.
+    """Run `drivetrain compare <overrides>`, such as ["precision=fp32,bf16", "quality=true"], and return the measurements.
 
     Keywords are overrides too: compare(precision="fp32,bf16", quality=True).
 
     A notebook shows its answer and its table; `rows` has the figures of each variant. Raises `drivetrain.core.errors.UserError`
-    where there is nothing to compare.
+    if there is nothing to compare.
     """
     from drivetrain.core.options.overrides import words_of
     from drivetrain.measure.benchmark.compare import run
@@ -83,11 +83,11 @@ def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **ke
 
 @isolated()
 def doctor(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: object) -> "Diagnosis":
-    """Run `drivetrain doctor <overrides>` and return what it found: `profile`, `problems` and `gains`.
+    """Run `drivetrain doctor <overrides>` and return its findings: `profile`, `problems` and `gains`.
 
     Keywords are overrides too: doctor(recipe="naive").
 
-    A notebook shows the verdict and the table. Raises `drivetrain.core.errors.UserError` for a run that cannot be.
+    A notebook shows the verdict and the table. Raises `drivetrain.core.errors.UserError` for an invalid run.
     """
     from drivetrain.core.options.overrides import words_of
     from drivetrain.measure.profile.doctor import examine
@@ -106,10 +106,10 @@ def load(
 ) -> "LoadedRun":
     """Load a finished run: its `model` in evaluation mode, its `transforms`, its `classes`, and `predict(x)`.
 
-    It is the best checkpoint where the run kept it (saving=best), else the newest one; `update` chooses another one, and
-    `average` says whether it is the averaged weights (None: where the run keeps an average), a number those of that width
-    (ema=post_hoc). Overrides change the config, such as `runtime.device=cpu`. Raises `drivetrain.core.errors.UserError` where
-    there is no such run, or where its weights do not fit.
+    The weights are the best checkpoint's if the run kept it (saving=best), else the newest one's; `update` chooses another
+    checkpoint. `average` chooses the averaged weights (None: if the run keeps an average); a number is their width
+    (ema=post_hoc). Overrides change the config, such as `runtime.device=cpu`. Raises `drivetrain.core.errors.UserError` if
+    there is no such run, or if its weights do not fit.
     """
     from drivetrain.inference import loaded
     from drivetrain.inference.finished import Choice

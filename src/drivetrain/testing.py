@@ -67,7 +67,7 @@ def _problems(group: str, option: str, config_dirs: Sequence[str]) -> Iterator[s
 
 
 def _claim_problems(cls: type[Option], settings: Collection[str]) -> Iterator[str]:
-    """The gaps in what an option claims of training."""
+    """The gaps in an option's claim about training."""
     if cls().effect_as_set() != "exact" and not 10 < len(cls.changes) < 100:
         yield (
             f'{cls.__name__} does not say what it does to training: give it effect = "exact" (the same numbers), or "close" '

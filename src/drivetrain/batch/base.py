@@ -39,11 +39,11 @@ LARGEST = 1 << 40  # largest update in samples, in a run of any length
 class Batch(Option, groups.Batch):
     """batch=fixed: every rank takes its share of the global batch in one forward.
 
-    With `grow_every` the global batch is multiplied by `grow_by` after each such number of epochs, up to `grow_until`, instead of
-    a falling learning rate (Smith et al. 2018); micro-batches keep their size, so memory does not grow.
+    With `grow_every` the global batch is multiplied by `grow_by` every `grow_every` epochs, up to `grow_until`, instead of
+    lowering the learning rate (Smith et al. 2018); micro-batches keep their size, so memory does not grow.
 
-    With `tokens` an update takes the next samples of the epoch's order up to so many tokens: update u has those that end
-    within [u·T, (u+1)·T) of the order's tokens, so that every epoch has as many updates. `global_batch` is then derived.
+    With `tokens` an update takes the next samples of the epoch's order up to that many tokens: update u has the samples that
+    end within [u·T, (u+1)·T) of the order's tokens, so that all epochs have equally many updates. `global_batch` is derived.
     """
 
     stage_option: ClassVar[bool] = True
@@ -163,7 +163,7 @@ class Batch(Option, groups.Batch):
         return int(self.tokens or 0) * (self.size(epoch) // self.global_batch)
 
     def _update_ends(self, seed: int, epoch: int) -> list[int]:
-        """Return the number of samples, in an epoch's order, up to the end of each update: those whose tokens end before its."""
+        """Return the number of samples up to the end of each update, in an epoch's order: those whose tokens end before it."""
         assert self.lengths is not None
         ends, size = self.lengths[index_of(self.order(seed, epoch))].cumsum(0), self._tokens(epoch)
         marks = torch.arange(size, self._all_tokens + size, size)
@@ -178,7 +178,7 @@ class Batch(Option, groups.Batch):
         return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
 
     def decay_factor(self) -> float:
-        """Return the factor of the weight decay: 1 / (lr × decay) stays as many samples (Wang & Aitchison 2024)."""
+        """Return the factor of the weight decay: it keeps 1 / (lr × decay) constant in samples (Wang & Aitchison 2024)."""
         return self.global_batch / self.base_batch / self.lr_factor() if self.decay_scaling == "timescale" else 1.0
 
     def sizes(self) -> tuple[object, ...]:
@@ -243,7 +243,7 @@ class Batch(Option, groups.Batch):
         return sum(len(stretch) * amount(stretch.start) for stretch in self.stretches(epochs))
 
     def stretches(self, epochs: int) -> list[range]:
-        """Return the epochs of a run, those with updates of one size together."""
+        """Return the epochs of a run, grouped by the size of their updates."""
         if not self._stages:
             return self._own_stretches(epochs)
         ends = [*(start for start, _ in self._stages[1:]), epochs]
@@ -269,8 +269,8 @@ class Batch(Option, groups.Batch):
         """Yield this rank's micro-batches of one epoch in order, from update number `skip` on.
 
         Update u takes positions [u·G, (u+1)·G) of the epoch's order, which are split evenly among ranks and micro-batches.
-        Each micro-batch is weighted by its samples (by its tokens, where samples are sequences), so that an update is the
-        mean over its samples also where they do not divide, as in the short last batch.
+        Each micro-batch is weighted by its samples (by its tokens if samples are sequences), so that an update is the mean over
+        its samples even if they do not divide evenly, as in the short last batch.
         """
         total, again = self.updates(self.order.length, epoch, drop_last), self.order.repeats
         windows = self._windows(seed, epoch, drop_last, skip)
@@ -313,7 +313,7 @@ class Batch(Option, groups.Batch):
     def _widened(self, part: Bounds, first: int) -> Bounds:
         """Return the positions to read for a part: with its samples' partners, and with one sample for an empty part.
 
-        Fewer samples than ranks: a rank without any joins the all-reduce with a sample of weight 0.
+        With fewer samples than ranks, a rank without any joins the all-reduce with a sample of weight 0.
         """
         start, end = part if part[1] > part[0] else (first, first + 1)
         return (start & ~1, min(self.order.length, (end + 1) & ~1)) if self.pairs else (start, end)
@@ -323,7 +323,7 @@ class Batch(Option, groups.Batch):
             return Part(numbers, part[1] - part[0])
         start, end = part if part[1] > part[0] else (first, first + 1)
         positions = torch.arange(start, end)
-        partners = (positions ^ 1).clamp_(max=self.order.length - 1)  # of positions 2i and 2i + 1 each other
+        partners = (positions ^ 1).clamp_(max=self.order.length - 1)  # positions 2i and 2i + 1 are partners
         return Part(numbers[positions - (start & ~1)], part[1] - part[0], numbers[partners - (start & ~1)])
 
     def _split(self, window: Bounds, world: World) -> list[Bounds]:
@@ -422,7 +422,7 @@ class BatchEnds(NamedTuple):
 
 
 def split_by_cost(costs: Sequence[int], budget: int) -> BatchEnds:
-    """Split samples of ascending costs into batches: each costs as many times its last one as it has samples."""
+    """Split samples of ascending costs into batches: a batch costs its number of samples times its last one's cost."""
     ends, end = [], 0
     while end < len(costs):
         start = end

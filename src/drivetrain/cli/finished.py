@@ -34,7 +34,7 @@ Work = Callable[[argparse.Namespace], int]
 def _of_run(
     name: str, work: Work, text: str, options: Mapping[str, Mapping[str, Any]] | None = None, offered: Sequence[str] = ()
 ) -> Command:  # fmt: skip
-    """A verb on a finished run: RUN, which checkpoint, overrides, --config-dir, --help, and options of its own.
+    """A verb on a finished run, with RUN, the choice of a checkpoint, overrides, --config-dir, --help, and its own options.
 
     Its arguments have `run_dir`, `paths` (further words without =), `choice`, and `overrides` of the config.
     """

@@ -44,17 +44,17 @@ class Composed:
     notices: list[str] = field(default_factory=list)  # what the user should know, one line each
     config_dirs: tuple[str, ...] = ()
     option_defaults: JsonObject = field(default_factory=dict)  # the config before any value was set
-    default_choices: JsonObject = field(default_factory=dict)  # the options that hold where none is chosen: the task's
+    default_choices: JsonObject = field(default_factory=dict)  # the options used if none is chosen: the task's
     problems: list[str] = field(default_factory=list)  # of the overrides; `validate` adds those of the values
     recipe_keys: set[str] = field(default_factory=set)  # keys whose values come from the recipe
     doubtful: set[str] = field(default_factory=set)  # groups, and keys of no group, with a word that was not understood
     by_operator: frozenset[str] = frozenset()  # groups whose option the command line chooses
 
     def choice(self, group: str) -> Any:
-        """The option that is chosen for a group; a list for LISTS."""
+        """The chosen option of a group; a list for LISTS."""
         return self.choices[group]
 
-    @cached_property  # no key is set any more when it is asked for
+    @cached_property  # all keys are set before its first use
     def plain(self) -> JsonObject:
         """The resolved config as dicts and lists, only to be read. Once it is checked, texts from the environment are values."""
         if not self.references:

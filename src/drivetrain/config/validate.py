@@ -35,7 +35,7 @@ from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.core.user import code as user_code
 
 Epochs = Annotated[int, Ge(1), Le(1_000_000)]
-VALUES = Schema("the config", {  # the keys of conf/config.yaml that are no group
+VALUES = Schema("the config", {  # the keys of conf/config.yaml that are not groups
     "epochs": Epochs, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "evaluate_batch": Count | None,
     "output_dir": str,
     "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
@@ -335,7 +335,7 @@ def machine_local_keys(run: RunSpec) -> set[str]:
 
 
 def identifying_keys(run: RunSpec) -> set[str]:
-    """The machine-local keys that make another run all the same: the config's hash has them, and a resumed run keeps them."""
+    """The machine-local keys that make it another run nevertheless: the config's hash has them, and a resumed run keeps them."""
     return run.not_for_recipes | {f"{group}.{setting}" for group, option in _by_group(run) for setting in option.identifying_keys}
 
 

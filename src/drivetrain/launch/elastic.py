@@ -61,7 +61,7 @@ T = TypeVar("T")
 class FailureRecorder(logging.Handler):
     """A context manager that silences torch's launcher; `reason` explains the latest failure of ranks.
 
-    The launcher restarts all ranks by itself and reports that only in its log, so a log record triggers the look.
+    The launcher restarts all ranks by itself and reports that only in its log, so a log record triggers the search.
     """
 
     def __init__(self, folder: Path, monitor: HeartbeatMonitor) -> None:
@@ -291,8 +291,8 @@ def _launch_config(parallel: ProcessGroupStrategy, folder: Path) -> LaunchConfig
 
     signals = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = LEFT_TO_TORCH
     newer: JsonObject = {"signals_to_handle": signals, "shutdown_timeout": SHUTDOWN_S, "numa_options": False}
-    # Those that this torch knows. With no `numa_options` it would ask for devices, and CUDA that is started does not survive
-    # the fork; what it would choose is None.
+    # Only the settings of this torch's version. Without `numa_options` torch would ask for devices, and an initialised CUDA
+    # does not survive the fork; its choice would be None anyway.
     newer = {k: v for k, v in newer.items() if k in LaunchConfig.__dataclass_fields__}
     address, rendezvous = (own_address(), {}) if parallel.nnodes == 1 else _rendezvous(parallel)
     own = f"[{address}]:0" if ":" in address else f"{address}:0"

@@ -127,7 +127,7 @@ class Resident(Loader):
                 self._check_size(pipeline.source.nbytes(), device)
             return pipeline.source.to(device)
         n = len(pipeline.source)
-        # Without the random crops of a source that crops: those change every epoch. Sequences are padded to the longest.
+        # Without a source's random crops, which change every epoch. Sequences are padded to the longest.
         one_length = ENDLESS if pipeline.source.lengths is not None else 1
         whole = pipeline._replace(steps=(), pad_to=one_length)
         requests = (Request(0, indices, 1.0) for indices in torch.arange(n).split(CHUNK))

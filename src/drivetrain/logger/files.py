@@ -35,7 +35,7 @@ class Files(Logger):
 
         def comes_again(record: JsonObject) -> bool:
             at_end = record.get("event") == "evaluate" and ("weights" in record or record["update"] == update != evaluated)
-            begins = record.get("event") == "stage" and record["update"] == update  # it does so again
+            begins = record.get("event") == "stage" and record["update"] == update  # the resumed run logs it again
             return at_end or begins or record["update"] > update
 
         self._held, path = RunDirHandle(run_dir), run_dir / "metrics.jsonl"

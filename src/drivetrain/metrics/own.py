@@ -136,7 +136,7 @@ class OwnMetric(Metric):
                 found = self._named(self._call(output=output, target=target))
             except UserError:
                 raise
-            except Exception as error:  # it may be undefined for so few
+            except Exception as error:  # it may be undefined for few samples
                 if isinstance(output, torch.Tensor) and len(output) != (samples := trees.length(target)):
                     raise UserError(
                         f"metrics.own.target={self.target} gets {len(output)} outputs for {samples} samples, and cannot be "

@@ -311,7 +311,7 @@ class AveragePrecision(_Curve):
 class CalibrationError(Metric):
     """The distance between the predicted class's probability and the share of right answers: the mean over bins of probability.
 
-    It is the expected calibration error (Naeini et al. 2015). Of several labels, that of each label's probability.
+    It is the expected calibration error (Naeini et al. 2015). For several labels it is that of each label's probability.
     """
 
     by_torchmetrics = True
@@ -441,6 +441,6 @@ class R2(_OfValues):
         if samples[0] < 2:
             raise UserError("metrics=[r2] cannot be computed of one sample: evaluate on more samples, or take it out")
         spread = squares - total**2 / samples
-        # Of targets that are all equal: 1 where they are met, else 0, as in torchmetrics and scikit-learn.
+        # If all targets are equal: 1 for exact outputs, else 0, as in torchmetrics and scikit-learn.
         share = torch.where(spread > 0, 1 - wrong / spread, (wrong == 0).double())
         return {self.name: float(share.mean())}

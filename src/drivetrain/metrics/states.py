@@ -27,7 +27,7 @@ def place(state: Any, device: torch.device, parallel: groups.Parallel) -> Any:
 def gather(rows: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
     """Return every rank's tensor. They may differ in length. Raises UserError for other differences.
 
-    A rank without a batch has none of the others' shape: of torchmetrics' lists an empty float32 vector.
+    A rank without a batch does not have the others' shape: torchmetrics' lists become an empty float32 vector.
     """
     layouts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(layouts, (tuple(rows.shape), rows.dtype), group=group)

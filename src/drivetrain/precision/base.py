@@ -38,7 +38,7 @@ _NULL = nullcontext()
 
 
 def backpropagate(loss: torch.Tensor, weight: torch.Tensor) -> None:
-    """Run `loss.backward(weight)` by torch's engine directly. Both are 0-d. Raises UserError where the loss is not.
+    """Run `loss.backward(weight)` by torch's engine directly. Both are 0-d. Raises UserError if the loss is not.
 
     Tensor.backward first checks the gradient's shape. That costs about 10 µs a step, and 0.3 s at the first step to import
     symbolic shapes.

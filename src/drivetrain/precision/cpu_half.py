@@ -70,7 +70,7 @@ def _slowness(calls: list[LayerCall], dtype: torch.dtype) -> float:
     """The factor by which the largest of these calls takes longer in `dtype`.
 
     It is measured once for all runs on this machine: near the limit another measurement could decide differently, and a resumed
-    run would not equal the unbroken one.
+    run would not equal the uninterrupted one.
     """
     call = max(calls, key=LayerCall.work).enlarged()
     layer = repr(call.layer), tuple(call.x.shape), call.x.is_contiguous(), str(dtype)

@@ -172,7 +172,7 @@ def _remove_left(place: Path) -> None:
 
 @contextlib.contextmanager
 def temporary() -> Iterator[Path]:
-    """Within the context multiprocessing has its folders in this new one in TMPDIR."""
+    """Within the context multiprocessing puts its folders into this new one in TMPDIR."""
     settings = multiprocessing.current_process()._config  # type: ignore[attr-defined] # which forked processes inherit
     before = settings.get("tempdir")
     with working(Path(tempfile.gettempdir()), "TMPDIR") as folder:

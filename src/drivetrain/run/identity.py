@@ -38,7 +38,7 @@ def config_hash(composed: Composed, machine_local_keys: set[str]) -> str:
 
 
 def _length(value: object) -> float:
-    """A number of updates or epochs; null, or anything in a damaged file, is without end."""
+    """A number of updates or epochs; null, or any other value in a damaged file, is infinite."""
     return float(value) if is_number(value) and value else math.inf
 
 

@@ -23,13 +23,13 @@ from drivetrain.core.typed import JsonObject, fits
 from drivetrain.core.world import World
 
 DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
-ATTENTION = {"flash": "flash", "efficient": "mem_efficient", "cudnn": "cudnn", "math": "math"}  # kernel → as torch's flags say
-CHOSEN_BY_AUTO = ("cuda", "xpu")  # not mps, which has no float64: it is used where it is named
+ATTENTION = {"flash": "flash", "efficient": "mem_efficient", "cudnn": "cudnn", "math": "math"}  # kernel → name in torch's flags
+CHOSEN_BY_AUTO = ("cuda", "xpu")  # not mps, which has no float64: it must be set by name
 
 OWN_LAUNCH = "drivetrain"  # TORCHELASTIC_RUN_ID of ranks that drivetrain has started itself
 OPENMP = re.compile(r"\s*0*([1-9]\d*)\s*(,.*)?")  # a number of threads, perhaps followed by those of nested regions
 
-AS_FAST = 1.05  # times the seconds of the fastest number of threads, within which fewer do
+AS_FAST = 1.05  # times the seconds of the fastest number of threads: a smaller number within it is chosen
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Runtime(Option, groups.Runtime):
         self.device, self.seed, self.threads, self.zero_grad = device, seed, threads, zero_grad
         self.cudnn_benchmark, self.deterministic = cudnn_benchmark, deterministic
         self.keep_memory, self.attention = keep_memory, attention
-        self.found: JsonObject | None = None  # what the threads were chosen by, where trials chose them
+        self.found: JsonObject | None = None  # the basis of the number of threads, if trials chose it
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not DEVICE.fullmatch(self.device):
@@ -112,7 +112,7 @@ class Runtime(Option, groups.Runtime):
         counts = [*(2**n for n in range((cores - 1).bit_length())), cores]
         if not _is_choice(recorded, cores):
             seconds = trials.thread_seconds(counts) if self.device_type() == "cpu" and cores > 1 else []
-            # The fewest that are as fast: more would only take cores from others. A large model takes all without a trial.
+            # The smallest of the fast ones: more would only take cores from others. A large model takes all without a trial.
             fast = [n for n, s in zip(counts, seconds, strict=False) if s <= AS_FAST * min(seconds)] or [cores]
             recorded = {"threads": fast[0], "cores": cores, "update_seconds": seconds}
         chosen = self.with_values(threads=recorded["threads"], found=recorded)
@@ -133,14 +133,14 @@ class Runtime(Option, groups.Runtime):
         return Accelerator() if type_ == "cpu" else replace(accelerators.find(), type=type_)
 
     def _device(self, world: World) -> torch.device:
-        """Return the device of this rank. Raises UserError where it cannot be used."""
+        """Return the device of this rank. Raises UserError if it cannot be used."""
         type_, number = self.device_type(), self.device.partition(":")[2]
         if self.device == "auto" and type_ == "cpu" and (problem := accelerators.find().problem):
             logger.warning("runtime.device=auto: this run is on the CPU, because torch cannot use the device here: %s", problem)
         if type_ in ("cpu", "mps"):
             return torch.device(type_)
         try:
-            # Where a launcher shows each rank devices of its own, as Slurm can, their numbers start from 0 on every rank.
+            # If a launcher shows each rank only its own devices, as Slurm can, their numbers start from 0 on every rank.
             index = int(number) if number else world.local_rank % torch.accelerator.device_count()
             torch.accelerator.set_device_index(index)
         except (RuntimeError, AssertionError, ZeroDivisionError) as error:
@@ -163,27 +163,27 @@ class Runtime(Option, groups.Runtime):
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if self.deterministic != torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(self.deterministic)
-            # Filling all memory before its use finds kernels that read what nobody wrote; it makes none deterministic.
+            # Filling memory before its use finds kernels that read uninitialized values; it makes none deterministic.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         _seed(rng.mix(self.seed, 3))  # the model starts the same on every rank
         return device
 
     def thread_count(self, ranks: int) -> int:
-        """Return the CPU threads of each of the machine's `ranks`: as set, as OMP_NUM_THREADS says, or its share of the cores."""
+        """Return the CPU threads of each of the machine's `ranks`: the setting, OMP_NUM_THREADS, or its share of the cores."""
         given = OPENMP.fullmatch(asked_of_openmp())
         if self.threads is None and given:
             return int(given[1])
         return usable_cores(ranks) if self.threads in (None, "auto") else int(self.threads)
 
     def seed_rank(self, world: World) -> int:
-        """Seed each rank differently from here on, for dropout. Returns the number that it is seeded with."""
+        """Seed each rank differently from here on, for dropout. Returns the seed."""
         _seed(number := rng.mix(self.seed, 4, world.rank))
         return number
 
     def zero(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Clear the gradients. None rather than zero saves the memset, and the next backward writes instead of adding."""
+        """Clear the gradients. None instead of zero saves the memset, and the next backward writes instead of adding."""
         if self.zero_grad == "memset":
-            if gradients := [p.grad for p in parameters if p.grad is not None]:  # none before the first backward is done
+            if gradients := [p.grad for p in parameters if p.grad is not None]:  # there are none before the first backward
                 torch._foreach_zero_(gradients)
         else:
             for p in parameters:
@@ -191,7 +191,7 @@ class Runtime(Option, groups.Runtime):
 
 
 def _is_choice(recorded: object, cores: int) -> TypeGuard[JsonObject]:
-    """True if this is what a resumed run has chosen, with as many cores."""
+    """True if this is the choice of a resumed run, made with as many cores."""
     return (
         isinstance(recorded, dict)
         and recorded.get("cores") == cores
@@ -202,14 +202,14 @@ def _is_choice(recorded: object, cores: int) -> TypeGuard[JsonObject]:
 
 
 def _seed(number: int) -> None:
-    torch.manual_seed(number)  # also a device that is not started yet
+    torch.manual_seed(number)  # also seeds a device that is not started yet
     streams.seed_all(number)
 
 
 def asked_of_openmp() -> str:
-    """Return OMP_NUM_THREADS; "" where nobody set it.
+    """Return OMP_NUM_THREADS; "" if it is unset, or set by torchrun.
 
-    torchrun sets it to 1 for several ranks, which would leave cores unused: its 1 is not taken.
+    torchrun sets it to 1 for several ranks, which would leave cores unused: this 1 is ignored.
     """
     given, launch = os.environ.get("OMP_NUM_THREADS", ""), os.environ.get("TORCHELASTIC_RUN_ID", OWN_LAUNCH)
     return given if given != "1" or launch == OWN_LAUNCH else ""

@@ -31,14 +31,14 @@ def by_name(optimizer: State) -> State:
     """Return an optimizer's state_dict with parameter names instead of numbers; torch loads both."""
     groups = optimizer["param_groups"]
     names = {i: name for group in groups for i, name in zip(group["params"], group["param_names"], strict=True)}
-    states = {names.get(i, i): state for i, state in optimizer["state"].items()}  # an optimizer may keep state of no parameter
+    states = {names.get(i, i): state for i, state in optimizer["state"].items()}  # some keep state without a parameter
     return {**optimizer, "state": states, "param_groups": [{**group, "params": group["param_names"]} for group in groups]}
 
 
 def flatten_state(weights: State, state: State, shards: Shards) -> tuple[dict[str, Divided], State]:
     """Return this rank's tensors of a weight's size, by name, and the state without them.
 
-    Names are "<kind>/<weight>", of an optimizer's "optimizer/<weight>/<key>". Entries outside of torch's own "state" stay.
+    Names are "<kind>/<weight>", for an optimizer "optimizer/<weight>/<key>". Entries outside of torch's own "state" stay.
     """
     optimizer, ema, precision = state["optimizer"], state["ema"], state.get("precision", {})
     kinds = {"model": weights, "ema": ema.get("tensors", {}), "masters": precision.get("masters", {})}

@@ -86,7 +86,7 @@ class Writer:
             checkpoint_io.remove_unfinished(self._run_dir)
 
     def trains_on(self, data: JsonObject | None) -> None:
-        """Take the training set's fingerprint. Warn where it is not that of the samples that the state was trained on."""
+        """Take the training set's fingerprint. Warn if the state was trained on other samples."""
         if self.data and data and self.data.get("hash") != data["hash"]:
             logger.warning("the training data has changed since the run was trained on it: it goes on with other samples")
         self.data = data

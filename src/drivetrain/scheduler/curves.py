@@ -159,8 +159,8 @@ class Exponential(Scheduler):
 class InverseSqrt(Scheduler):
     """√(timescale / updates) after the warm-up (Vaswani et al. 2017, the "Noam" schedule; transformers' inverse_sqrt).
 
-    Without a `timescale` it is the warm-up's: the whole curve is min(u / w, √(w / u)) at update u, from 1, and w is where the
-    warm-up ends.
+    The default `timescale` is the warm-up: the whole curve is then min(u / w, √(w / u)) at update u, from 1, where w is the end
+    of the warm-up.
     """
 
     lengths = ("warmup", "timescale")
@@ -309,7 +309,7 @@ class Plateau(Scheduler):
         self.threshold, self.threshold_mode, self.cooldown, self.final = threshold, threshold_mode, cooldown, final
         self._lr_factor = 1.0
         self._best: float | None = None
-        self._bad = self._cooling = 0  # evaluations without improvement, and left of the cooldown
+        self._bad = self._cooling = 0  # evaluations without improvement, and those left in the cooldown
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)

@@ -21,7 +21,7 @@ class Edit(Option, groups.Surgery):
     def apply(self, model: torch.nn.Module, example: Tree) -> str:
         """Edit the model in place and return one line that describes the change.
 
-        `example` is what training calls the model with for two samples; `trees.call(model, example)` runs it on them. A line
+        `example` is the model's input in training, for two samples; `trees.call(model, example)` runs it on them. A line
         that starts with "0 " means that nothing was changed.
         """
         raise self.unwritten("apply")

@@ -96,7 +96,7 @@ _METADATA_ONLY = {"__get__", "dim", "ndimension", "size", "numel", "is_floating_
 
 
 def _subtracted_biases(recording: _Recording) -> Iterator[tuple[int, object]]:
-    """(id of the bias, key of the norm) for each biased output that is read by a norm alone, which reads nothing else."""
+    """(id of the bias, key of the norm) for each biased output whose only reader is a norm that reads nothing else."""
     calls = [id(key) for key in recording.norms]
     for tensor, bias in recording.biases.items():
         readers = recording.readers.get(tensor, [])

@@ -88,7 +88,7 @@ def is_synchronised(norm: nn.Module) -> bool:
 def synchronised(norm: nn.Module, by_torch: bool) -> nn.Module | None:
     """Return a batch norm as a synchronised one; None if its class is not known.
 
-    It takes over what a subclass adds, which torch's convert_sync_batchnorm loses.
+    It keeps a subclass's additions, which torch's convert_sync_batchnorm loses.
     """
     if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         made = taken_over(norm, nn.SyncBatchNorm if by_torch else AnyDeviceSyncBatchNorm)

@@ -55,7 +55,7 @@ class Launcher:
         return False
 
     def new(self, entries: Sequence[StoredJob]) -> list[StoredJob]:
-        """Those of these jobs that no other process runs, with their folders ready."""
+        """The jobs that no other process runs, with their folders ready."""
         found = [entry for entry in entries if not self.attach(entry)]
         for entry in found:
             entry.prepare_folder()

@@ -98,7 +98,7 @@ def curves(
 
 
 def grid(charts: Sequence[str]) -> str:
-    """Charts in rows of as many as fit; "" without any chart."""
+    """Charts in rows that fill the page's width; "" without any chart."""
     found = [chart for chart in charts if chart]
     return f'<div class="charts">{"".join(found)}</div>' if found else ""
 

@@ -206,7 +206,7 @@ def _judged(run: RunFiles) -> str:
 
 
 def best_name(run: RunFiles) -> str:
-    """The name of the best evaluation: a checkpoint only where it was kept."""
+    """The name of the best evaluation: a checkpoint only if it was kept."""
     best = run.result.judged("best").get("update") if run.result is not None else None
     kept = run.config.get("saving") == "best" or (run.result is not None and best == run.result.updates)
     return "best checkpoint" if kept else "best evaluation"
