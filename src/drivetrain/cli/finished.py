@@ -21,9 +21,9 @@ from drivetrain.ui.sheet import Table
 
 OF_CHOICE = """\
   update=N              the checkpoint of this update; best: of the best evaluation; last: the newest valid one
-                        (default: best where the run kept it, as saving=best does, else last)
-  average=false         the trained weights of a run that keeps an average (ema=ema), which is what it hands on; average=0.08: the
-                        average of this relative width, of a run with ema=post_hoc
+                        (default: best if the run kept it, as with saving=best, else last)
+  average=false         the trained weights instead of the average, for a run with ema=ema; average=0.08: the average
+                        of this relative width, for a run with ema=post_hoc
   'trust=[my_pkg]'      for a run with code of your own: a run's files are not trusted to name code
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml"""
 
@@ -196,11 +196,11 @@ drivetrain export RUN [FORMAT] [--out FILE] [key=value] …      a finished run 
   drivetrain export last --out model.pt2 --with-normalize
 
   --out FILE            the file to write, or just FILE; default: RUN/model, with the suffix of the format
-  FORMAT                or --format FORMAT; default: as the suffix of FILE says, else safetensors
+  FORMAT                or --format FORMAT; default: by the suffix of FILE, else safetensors
                         safetensors (.safetensors): the weights, under the model's own names
                         torch.export (.pt2), onnx (.onnx), torchscript (.ts): the model, in float32, for any batch size
                         transformers: a folder that its from_pretrained reads, of a run with model=transformers
-  --adapter             with --format transformers: the adapter alone, as peft has it; else it is merged into the weights
+  --adapter             with --format transformers: only the adapter, in peft's form; else it is merged into the weights
   --with-normalize      the model normalises its inputs itself; else it takes normalised ones
 {OF_CHOICE}
 
@@ -232,11 +232,11 @@ drivetrain predict RUN INPUT … [--out FILE] [key=value] …      labels and pr
   drivetrain predict outputs/2026-11-21/07-37-57-4262f6 --data test --out predictions.csv
 
   INPUT                 image files; folders of them; arrays of samples as the data set has them (.npy, .npz, .pt);
-                        tables where the run reads tables (.csv, .tsv, .parquet, …); texts (.jsonl) where it reads those;
+                        tables (.csv, .tsv, .parquet, …) if the run reads tables; texts (.jsonl) if it reads texts;
                         - reads lines: paths of image files, a CSV, or texts, whichever the run reads
   --data test           the run's own test set (or validation, train), with a column of the right answers
   --out FILE            .csv, .jsonl or .parquet; default: CSV on standard output
-  --max-tokens 256      of an answer, of a run that writes answers (task=instruction); --temperature 0.7 draws them instead of
+  --max-tokens 256      of an answer at most, if the run writes answers (task=instruction); --temperature 0.7 draws instead of
                         taking the likeliest, --seed 1 draws others, --stop TEXT ends them before this text (may be repeated)
   --batch N             samples at a time; default: as in the run's evaluation, of tables at least 1,024
 {OF_CHOICE}

@@ -63,18 +63,18 @@ drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by s
   drivetrain compare recipe=naive,fast data=digits
   drivetrain compare optimizer=adamw,lamb quality=true      is the result still right?
   drivetrain compare --program 'python train.py --seed {seed} {variant}' --variant '--lr 0.1' --variant '--lr 0.1 --amp' \
-      --metric 'val_acc: ([\d.]+)' --higher                 any program, as it is
+      --metric 'val_acc: ([\d.]+)' --higher                 any program, unchanged
   drivetrain compare --program '… --seed {seed}' --code HEAD~1 --code HEAD --metric results.json:accuracy --higher
   drivetrain compare --code HEAD~1 --code HEAD model=own model.target=my_pkg.Net trust=[my_pkg]     revisions of your code
 
-  rounds=20             at most; each starts fresh processes of all variants, and one that is known to 2 % stops early
+  rounds=20             at most; each starts fresh processes of all variants; a variant known to 2 % stops early
   block_s=0.4            seconds of a block of timed updates; each variant has two in a round
   quality=true          also train each variant to its end: PASS, FAIL or INCONCLUSIVE against the first one's own spread
   seeds=5               trainings of each variant for quality=true before the first look, and before each further one
   max_seeds=20          the most seeds, while a variant is INCONCLUSIVE
   quality_s=600         no further seeds after these seconds of training
-  asks=better           of quality=true: seeds go on until each is BETTER or WORSE, too
-  margin=0.01           of quality=true: the largest difference of the metric that counts as none; else measured
+  asks=better           for quality=true: further seeds until each is BETTER or WORSE, too
+  margin=0.01           for quality=true: the largest difference of the metric that counts as none; else measured
   judge=[accuracy]      evaluated figures that decide; else the metric that ranks models, and the loss
   target=0.95           of that metric: the seconds until it is reached are compared too
   --recipe FILE         write the fastest variant as a recipe that claims the measured figures, if it is clearly faster;
@@ -145,7 +145,7 @@ another to the baseline, the best first (steps). tables=[steps] measures those a
   rounds=8              as for `drivetrain compare`, and so is block_s
   quality=true          a second column: is the result still as good? seeds, max_seeds, quality_s, judge and target are
                         compare's; a config that several tables have is trained once
-  --recipe FILE         write the recipe with the claim that the last of the steps measured
+  --recipe FILE         write the recipe with the claim measured by the last of the steps
   --out DIR             where to write, instead of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """, {"--recipe": FILE}, ("format",))  # fmt: skip
@@ -259,7 +259,7 @@ into a folder that is removed.
   --out DIR             where to write, instead of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
-exit codes: 0 all holds · 1 a step fails: the setting to change stands next to it · 2 a config that cannot be
+exit codes: 0 all holds · 1 a step fails: the setting to change stands next to it · 2 an invalid config
 """,
 )
 
@@ -274,9 +274,9 @@ the worst first, with their losses and gradients, now and at the weights of some
 gradients and updates next to those of the updates before. It reports whether the recorded losses were repeated bit for bit.
 
   update=N              by default where the run diverged, else the largest spike of its recorded losses
-  back=50               earlier updates to examine too: it begins at a checkpoint before them
+  back=50               earlier updates to examine too: training begins at a checkpoint before them
   --out DIR             where to write, instead of a new folder below output_dir
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
-exit codes: 0 it was replayed · 1 it failed · 2 a bad command line, or a run that cannot be
+exit codes: 0 it was replayed · 1 it failed · 2 a bad command line, or a run that cannot be replayed
 """, offers=lambda words, last: overrides(words, last) if words else runs())  # fmt: skip

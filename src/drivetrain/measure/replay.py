@@ -117,7 +117,7 @@ class Recorder(WrappingStep):
         samples = ranked(samples)
         for n, sample in enumerate(samples):
             self._draw(sample)
-            sample.alone, sample.picture = None, sample.picture if n < SHOWN else None  # these two stay in this process
+            sample.alone, sample.picture = None, sample.picture if n < SHOWN else None  # not sent to the parent process
         return Found(now.update, self.first.update, samples, self.history, unseen)
 
     def _watch(self, stream: Stream) -> Stream:

@@ -241,7 +241,7 @@ class ConfusionMatrix(_Counted):
 
 
 def divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
-    """Return the ratio; 0 where nothing is counted."""
+    """Return the ratio; 0 if nothing is counted."""
     return numerator / denominator.clamp(min=1)
 
 
@@ -361,7 +361,7 @@ class Perplexity(Metric):
 
     def figures(self, computed: torch.Tensor) -> dict[str, float]:
         nats, tokens = computed.tolist()
-        return {self.name: math.exp(min(nats / tokens, 700.0))}  # the exponential of more is no float
+        return {self.name: math.exp(min(nats / tokens, 700.0))}  # the exponential of more overflows a float
 
 
 class BitsPerByte(Perplexity):

@@ -138,7 +138,7 @@ class Bf16Pure(Precision):
             self._release()
 
     def _detach_from_masters(self, value: torch.Tensor) -> torch.Tensor:
-        """Clone a tensor that shares the masters' memory, where that is freed between updates."""
+        """Clone a tensor that shares the masters' memory, if that is freed between updates."""
         shared = self.frees_weights and value.untyped_storage().data_ptr() == self._flat.untyped_storage().data_ptr()
         return value.clone() if shared else value
 
