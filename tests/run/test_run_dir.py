@@ -348,3 +348,8 @@ def test_temporary_folders_of_killed_runs_go_with_the_next_run(tmp_path, monkeyp
         (tmp_path / "drivetrain-run-the_own_").mkdir()  # of a process that this one has started and killed
     assert {path.name for path in tmp_path.iterdir()} == kept
     assert multiprocessing.current_process()._config.get("tempdir") != str(folder)
+
+
+def test_the_place_of_a_run_is_no_part_of_its_config(tiny):
+    hashes = [prepare(tiny(*words)).config_hash for words in (["output_dir=a"], ["output_dir=b"], ["optimizer.lr=0.5"])]
+    assert hashes[0] == hashes[1] != hashes[2]
