@@ -184,6 +184,8 @@ def test_more_ranks_than_samples_are_refused(make):
 REFUSED = [
     *(([word], word) for word in ("parallel.nproc=0", "parallel.nproc=many", "parallel.bucket_mb=0", "parallel.timeout_s=-1")),
     (["parallel.bucket_mb=0.5", "compile=inductor"], "parallel.bucket_mb=0.5 and compile=inductor"),
+    (["compile=step", "data.drop_last=false"], "parallel=ddp and compile=step need equal micro-batches on all ranks"),
+    (["compile=step", "data.drop_last=true", "batch=bucketed"], "parallel=ddp and compile=step need equal micro-batches on all"),
 ]
 
 
@@ -303,6 +305,15 @@ def test_tasks_of_a_node(told, per_node, node, tasks):
 def test_the_first_host_without_slurms_own_tool(monkeypatch, nodes, first):
     monkeypatch.setattr(environment.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(OSError()))
     assert environment._first_host(nodes) == first
+
+
+def test_the_first_host_by_slurms_own_tool(tmp_path, monkeypatch):
+    tool = tmp_path / "scontrol"
+    for answer, first in (("echo from-the-tool other", "from-the-tool"), ("echo half; exit 1", "gpu03"), ("true", "gpu03")):
+        tool.write_text(f"#!/bin/sh\n{answer}\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        assert environment._first_host("gpu[03-05,7],login") == first
 
 
 def test_a_batch_script_itself_is_no_task(told):
