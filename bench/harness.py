@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import date
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -309,8 +310,9 @@ def _written(found: intervals.Interval) -> dict[str, float | None]:
 
 
 def machine() -> dict[str, Any]:
-    """CPU, load and versions: what a figure means nothing without."""
+    """The date, CPU, load and versions, without which a figure means nothing."""
     return {
+        "date": date.today().isoformat(),
         "cpu": environment.processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": os.getloadavg()[0],
