@@ -15,9 +15,10 @@ import yaml
 
 import drivetrain
 from drivetrain.cli import completion, main, recipe
-from drivetrain.cli.verbs import VERBS
+from drivetrain.cli.verbs import VERBS, Verb
 from drivetrain.config import catalog
 from drivetrain.config.catalog import root_config
+from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import reader
 from tests.support.command import (
@@ -242,6 +243,13 @@ def test_bad_verbs(words: tuple[str, ...], names: tuple[str, ...], tmp_path: Pat
 # Recipes.
 
 CFG = ("train", "--cfg", "job")
+
+
+def test_a_verb_of_a_plugin_is_held_to_its_contract() -> None:
+    with pytest.raises(UserError, match="the verb mine is json:nothing, but json has no function 'nothing'"):
+        Verb("mine", "json:nothing", "").run([])
+    with pytest.raises(UserError, match=r"the verb mine returned '\[\]': json:dumps must return an exit code"):
+        Verb("mine", "json:dumps", "").run([])
 
 
 def test_recipe_list_and_show(tmp_path: Path, here: Callable[..., Done]) -> None:

@@ -33,6 +33,10 @@ class Base(torch.utils.data.Dataset):
         self.calls += 1
         return torch.full((3, 8, 8), float(self.first + index)), index % 4
 
+class Needs(Base):
+    def __init__(self, split, folder):
+        super().__init__()
+
 class Split(Base):
     def __init__(self, split, scale=1):
         super().__init__({"train": 0, "test": 1000}[split] * scale)
@@ -173,6 +177,7 @@ def test_a_batch_is_asked_for_at_once_where_that_can_be():
         (lambda: OwnDataset(target="theirs_data.NO_CLASS"), "is int: name a class"),
         (lambda: OwnDataset(target="theirs_data.Base"), r"takes neither split nor train: .*'data.train=\{folder: a\}'"),
         (lambda: OwnDataset(target="theirs_data.Split", kwargs={"depth": 3}), r"cannot be built with \['depth', 'split'\]"),
+        (lambda: OwnDataset(target="theirs_data.Needs"), r"wants folder: set data\.kwargs\.folder="),
         (lambda: OwnDataset(target="theirs_data.Stream", train={}, test={}), "must be a map-style Dataset"),
         (lambda: OwnDataset(target="theirs_data.made", train={}, test={"count": 0}), "has no test samples"),
         (lambda: own("Silent"), r"are from 0 to 7, .*: set data\.classes=8 if none is higher, or give"),

@@ -250,6 +250,11 @@ def test_text_wants_its_model_and_loss_and_images_theirs(problems, words, says):
 def test_a_folder_without_files_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"0 training and 0 test \.py files"):
         Stdlib(root=str(tmp_path)).load(CPU)
+    for number in range(30):
+        (tmp_path / "only").mkdir(exist_ok=True)
+        (tmp_path / "only" / f"m{number}.py").write_text("x = 1")
+    with pytest.raises(UserError, match=r"1 packages have at least \d+ files, and two are needed to tell them apart"):
+        Stdlib(root=str(tmp_path), kind="class").load(CPU)
 
 
 TEXTS = [f"the {'cat' if i % 2 else 'dog'} number {i} sat on the mat, and then the mat sat on it" for i in range(80)]

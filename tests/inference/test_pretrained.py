@@ -91,6 +91,8 @@ def test_an_adapter_that_peft_reads_as_another_model_is_refused(case, tiny, tmp_
         export([str(run.run_dir), str(tmp_path / "adapter"), "--format", "transformers", "--adapter"])
     assert not (tmp_path / "adapter").exists()
     export([str(run.run_dir), str(tmp_path / "whole"), "--format", "transformers"])
+    with pytest.raises(UserError, match="whole is not empty: name another folder"):
+        export([str(run.run_dir), str(tmp_path / "whole"), "--format", "transformers"])
 
 
 @pytest.mark.parametrize(("model", "adapter"), PAIRS)

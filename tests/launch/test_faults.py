@@ -204,6 +204,10 @@ def test_what_another_launcher_does_is_not_ours(tmp_path: Path) -> None:
             ["parallel=pipeline", "parallel.nproc=4", "parallel.stages=2", "parallel.shard_stages=true", "data.drop_last=false"],
             "parallel.shard_stages=true needs all updates to be equal, and data.drop_last=false leaves a short one",
         ),
+        (
+            ["parallel=pipeline", "parallel.nproc=4", "parallel.stages=2", "parallel.shard_stages=true", "batch=bucketed"],
+            "parallel.shard_stages=true needs micro-batches of equal shape, and batch=bucketed has many lengths",
+        ),
         (["parallel=tensor", "debug=anomaly"], "debug=anomaly and parallel=tensor exclude each other"),
         (["parallel=pipeline", "batch.preallocate=true"], "batch.preallocate=true and parallel=pipeline exclude each other"),
         (["parallel=dp", "checkpointing=blocks"], "checkpointing=blocks and parallel=dp exclude each other"),

@@ -261,6 +261,13 @@ def test_it_is_refused_with_the_reason(case, make):
         make(*words)
 
 
+@pytest.mark.parametrize("content", [{"model_type": "nothing_known"}, {}, []], ids=str)
+def test_a_folder_of_an_unknown_architecture_is_refused(content, tmp_path, make):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"its config\.json names no architecture of transformers"):
+        make("model=transformers", f"model.name={tmp_path}", *CLASSES)
+
+
 def test_a_name_that_cannot_be_reached_is_told_at_once(make, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from huggingface_hub import constants

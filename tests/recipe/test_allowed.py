@@ -359,7 +359,9 @@ def test_a_file_that_is_no_plain_file_or_has_no_end_is_refused(tmp_path: Path) -
     (tmp_path / "zero.yaml").symlink_to("/dev/zero")
     with (tmp_path / "sparse.yaml").open("w") as sparse:
         sparse.truncate(6 << 30)
+    (tmp_path / "latin.yaml").write_bytes("defaults: []  # caf\xe9\n".encode("latin-1"))
     refusals = {
+        "latin": "is not UTF-8 text",
         "fifo": "not a regular file",
         "zero": "not a regular file",
         "sparse": "larger than 64 KiB",

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -19,6 +20,7 @@ import drivetrain
 from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.core.machine import files
 from drivetrain.core.options.horizon import Progress
+from drivetrain.inference.finished import checkpoint_of
 from drivetrain.launch.job import prepare
 from drivetrain.launch.worker import AVERAGED
 from drivetrain.logger.files import Files
@@ -334,6 +336,15 @@ def test_an_error_of_the_disk_names_the_file_of_a_record_and_of_anything_else(tm
     error = OSError(code, os.strerror(code), str(tmp_path / "images/a.png"))
     assert space.explain(error, tmp_path).startswith(f"a.png could not be written to {tmp_path}: {os.strerror(code)}")
     assert space.explain(FileNotFoundError(errno.ENOENT, "No such file"), tmp_path) is None
+
+
+def test_a_checkpoint_that_is_asked_for_and_damaged_is_named(tmp_path):
+    folder = checkpoint_io.save(tmp_path, 3, {"a": torch.zeros(2)}, {})
+    assert checkpoint_of(tmp_path, 3) == folder
+    (folder / "model.safetensors").write_bytes(b"cut off")
+    for update, said in ((3, f"checkpoint {folder} "), (4, "no checkpoint of update 4: it has those of 3")):
+        with pytest.raises(UserError, match=re.escape(said)):
+            checkpoint_of(tmp_path, update)
 
 
 def test_torchs_and_safetensors_errors_in_writing_are_known(disk):

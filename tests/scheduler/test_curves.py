@@ -379,6 +379,7 @@ REFUSED = {
     "scheduler=cyclic scheduler.gamma=0.9": "scheduler.gamma=0.9 is exp_range's",
     "scheduler=cosine scheduler.length=10 scheduler.warmup=10": "scheduler.length=10 ends within scheduler.warmup=10",
     "scheduler=onecycle scheduler.length=40": "scheduler.length=40 ends within scheduler.warmup=0.3",
+    "scheduler=cosine scheduler.cycles=9000 scheduler.cycle_mult=2": "cycle_mult=2 to the power of scheduler.cycles=9000 is none",
     "scheduler=cosine scheduler.cycles=200": "makes a cycle shorter than one update",
     "scheduler=onecycle scheduler.three_phase=true scheduler.warmup=0.6": "twice scheduler.warmup=0.6",
     "scheduler=onecycle scheduler.momentum=[0.95,0.85]": "must be [low, high]",

@@ -541,6 +541,9 @@ def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
     assert not search.objective.maximize
     (told,) = problems_of(a_search, tmp_path / "t", LR, "hydra.sweeper.sampler=grid")
     assert "optimizer.lr has an interval" in told
+    many = ("epochs=range(1,5000)", "log_every=range(1,5000)")
+    (told,) = problems_of(a_search, tmp_path / "m", *many, "hydra.sweeper.sampler=grid")
+    assert "combinations are too many: at most" in told
 
 
 # --- a sweep that is too large or hopeless is refused at once ---

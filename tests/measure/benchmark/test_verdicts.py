@@ -391,3 +391,8 @@ def test_verdicts_take_the_target_of_the_run_or_their_own(tiny):
     assert str(quality.reach_of(QualitySettings(target=0.7), run)) == "accuracy>=0.7"
     assert str(quality.reach_of(QualitySettings(target="loss<=0.1"), run)) == "loss<=0.1"
     assert quality.reach_of(QualitySettings(), launcher.prepare(tiny()).run) is None
+
+
+def test_settings_of_verdicts_alone_are_refused_without_them():
+    with pytest.raises(UserError, match=r"judge=\['accuracy'\] margin=0.1 is for verdicts on quality, which need quality=true"):
+        quality.check(QualitySettings(judge=["accuracy"], margin=0.1), prepare(["model=mlp"]), False)
