@@ -106,6 +106,15 @@ class Columns(Silent):
 class Truths(Silent):
     answers = [torch.tensor(False), torch.tensor(True), torch.tensor(True)]
 
+class Scaled(Silent):
+    answers = [torch.eye(4) / 255] * 3
+
+class Floats(Silent):
+    answers = [torch.eye(4)] * 3
+
+class Masks(Silent):
+    answers = [torch.eye(4).long()] * 3
+
 class Several(Silent):
     answers = [torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 0.0]), torch.zeros(3)]
 
@@ -188,6 +197,12 @@ def test_a_batch_is_asked_for_at_once_where_that_can_be():
         ),
         (lambda: own("Columns"), r"set data\.classes=2 if none is higher, and give int\(y\) in place of torch.int64 \(n, 1\)"),
         (lambda: own("Truths"), r"set data\.classes=2 if none is higher, and give int\(y\) in place of torch.bool \(n,\)"),
+        (lambda: own("Scaled", targets="mask"), r"with fractions: give class numbers \(int64; mask\)"),
+        (
+            lambda: own("Floats", targets="mask"),
+            r"classes=2 if none is higher, and give y.long\(\) in place of torch.float32 \(n, 4, 4\), or give it",
+        ),
+        (lambda: own("Masks", targets="mask"), r"set data\.classes=2 if none is higher, or give it an attribute"),
         (lambda: own("Several"), r"3 numbers from 0 to 1: set data\.classes=3, and task=multilabel where they are labels"),
         (lambda: own("Several", targets="labels"), r"set data\.classes=3"),
         (lambda: own("Spans"), r"2 numbers from 0 to 9\.5: set task=regression"),
