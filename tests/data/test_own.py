@@ -106,6 +106,12 @@ class Columns(Silent):
 class Truths(Silent):
     answers = [torch.tensor(False), torch.tensor(True), torch.tensor(True)]
 
+class Gaps(Silent):
+    answers = [0.5, float("nan"), 2.0]
+
+class Signs(Silent):
+    answers = [-1, 1, 1]
+
 class Scaled(Silent):
     answers = [torch.eye(4) / 255] * 3
 
@@ -197,6 +203,8 @@ def test_a_batch_is_asked_for_at_once_where_that_can_be():
         ),
         (lambda: own("Columns"), r"set data\.classes=2 if none is higher, and give int\(y\) in place of torch.int64 \(n, 1\)"),
         (lambda: own("Truths"), r"set data\.classes=2 if none is higher, and give int\(y\) in place of torch.bool \(n,\)"),
+        (lambda: own("Gaps"), "are not all finite: leave those samples out, or fill their targets"),
+        (lambda: own("Signs"), r"from -1 to 1, .* set data\.classes=2 if none is higher, numbered from 0, or give it"),
         (lambda: own("Scaled", targets="mask"), r"with fractions: give class numbers \(int64; mask\)"),
         (
             lambda: own("Floats", targets="mask"),

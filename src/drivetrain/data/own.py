@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -205,14 +206,16 @@ class OwnDataset(Data):
             if 0 <= low <= high <= 1:
                 raise UserError(f"{seen} {several}: set data.classes={y.shape[1]}, and task=multilabel where they are labels")
             raise UserError(f"{seen} {several}: set task=regression (labels are a 0 or a 1 for each class)")
+        if not math.isfinite(low + high):
+            raise UserError(f"{seen} are not all finite: leave those samples out, or fill their targets")
         real, within = values.is_floating_point(), self.targets not in (None, "class", "labels")  # classes within a sample
         if real and bool(values.frac().any()):
             remedy = f"give class numbers (int64; {self.targets})" if within else "set task=regression"
             raise UserError(f"{seen} are numbers from {low:.4g} to {high:.4g} with fractions: {remedy}")
         numbers = ", or task=regression where they are no classes" if real and not within else ""
-        form, integral = "", values.dtype in (torch.int64, torch.uint8)
+        form, integral = ", numbered from 0" if low < 0 and not within else "", values.dtype in (torch.int64, torch.uint8)
         if isinstance(y, torch.Tensor) and self.targets != "labels" and not (integral and (within or y.ndim == 1)):
-            form = f", and give {'y.long()' if within else 'int(y)'} in place of {y.dtype} {trees.shape_of(y)}"
+            form += f", and give {'y.long()' if within else 'int(y)'} in place of {y.dtype} {trees.shape_of(y)}"
         raise UserError(
             f"{seen} are from {low:.4g} to {high:.4g}, and it does not say how many classes it has: set data.classes="
             f"{int(high) + 1} if none is higher{form}{numbers}, or give it an attribute `classes`, a list of their names"
